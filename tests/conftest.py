@@ -1,0 +1,34 @@
+"""Fixtures and settings that every test shares."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+TESTS = Path(__file__).resolve().parent
+
+# Tensors are tiny here and test processes share the cores: more threads only wait for each other.
+torch.set_num_threads(1)
+
+# The same examples in every run, on every machine; time limits would fail on a busy one.
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """Folder of the golden numbers, with the sub-folders tiny, pubrates and quant."""
+    return TESTS / "data" / "golden"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Folder of documents and data beside the repository; without it, tests that ask for it skip."""
+    path = Path(os.environ.get("DSV4_SHARED", TESTS.parents[1] / "shared"))
+    if not path.is_dir():
+        pytest.skip(f"no folder {path}; set DSV4_SHARED to its place")
+    return path
