@@ -1,6 +1,8 @@
 """The softmax pooling of a compressor as a fold over tokens: one step, and the only one.
 
-    m' = max(m, gate)    sum' = sum * exp(m - m') + exp(gate - m')    weighted' = weighted * exp(m - m') + exp(gate - m') * value
+    m'        = max(m, gate)
+    sum'      = sum * exp(m - m') + exp(gate - m')
+    weighted' = weighted * exp(m - m') + exp(gate - m') * value
 
 An entry is `weighted / sum` after the last token of its window (spec/architecture.md 3.5). Because every path folds
 in token order with this step, an entry has the same bits however its tokens arrived: one by one, in chunks, or from a
@@ -25,13 +27,15 @@ def fold_step(
 
     All tensors broadcast to one shape [..., channels], one floating dtype (fp32; fp64 in tests). `gate` includes `ape`.
     From the empty state (-inf, 0, 0) the result is exactly (gate, 1, value). A gate of -inf leaves the state as it is,
-    to the last bit, so masked lanes may ride along; their values must be finite.
+    to the last bit and whatever its value holds, so masked tokens may ride along.
     """
     new_max_C = torch.maximum(max_C, gate_C)
     # -inf - -inf would be NaN: the empty state and a masked token both weigh exactly nothing.
     keep_C = torch.where(max_C == EMPTY_MAX, 0.0, torch.exp(max_C - new_max_C))
-    take_C = torch.where(gate_C == EMPTY_MAX, 0.0, torch.exp(gate_C - new_max_C))
-    return new_max_C, sum_C * keep_C + take_C, weighted_C * keep_C + take_C * value_C
+    masked_C = gate_C == EMPTY_MAX
+    take_C = torch.where(masked_C, 0.0, torch.exp(gate_C - new_max_C))
+    new_weighted_C = torch.where(masked_C, weighted_C, weighted_C * keep_C + take_C * value_C)
+    return new_max_C, sum_C * keep_C + take_C, new_weighted_C
 
 
 def empty_fold(gate_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
