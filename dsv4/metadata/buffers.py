@@ -1,0 +1,124 @@
+"""Fixed buffers of a builder: sized once from capacities, filled through flat prefixes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from dsv4.config import LayerKind, ModelConfig
+from dsv4.metadata.batch import BatchShape
+from dsv4.pool.geometry import PoolGeometry
+
+
+@frozen
+class BufferSpec:
+    numel: int
+    dtype: torch.dtype = torch.int32
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def stream_keys(model: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """(ratio, top-k) of every distinct entry stream; top-k 0 = all visible entries."""
+    return tuple(dict.fromkeys((x.ratio, x.index_topk) for x in model.layers if x.ratio))
+
+
+def plan_keys(model: ModelConfig) -> tuple[tuple[LayerKind, int], ...]:
+    """(kind, ratio) of every distinct compressor plan."""
+    return tuple(dict.fromkeys((x.kind, x.ratio) for x in model.layers if x.ratio))
+
+
+def buffer_specs(
+    model: ModelConfig, geometry: PoolGeometry, capacity: BatchShape
+) -> dict[str, BufferSpec]:
+    """Name -> size of every metadata buffer, at the largest batch shape."""
+    tokens, requests, half = capacity.num_tokens, capacity.num_requests, model.qk_rope_head_dim // 2
+    specs = {name: BufferSpec(requests + 1) for name in ("slots", "starts", "query_lengths")}
+    specs["token_ids"] = BufferSpec(tokens, torch.int64)
+    for name in ("request", "slot", "positions", "swa_loc", "store_loc", "tail_loc"):
+        specs[name] = BufferSpec(tokens)
+    specs["last_row"] = BufferSpec(requests)
+    specs["window.indptr"] = BufferSpec(tokens + 1)
+    specs["window.indices"] = BufferSpec(tokens * min(geometry.window, capacity.max_length))
+    for name in rope_names(model):
+        specs[f"{name}.cos"] = specs[f"{name}.sin"] = BufferSpec(tokens * half, torch.float32)
+    for ratio, topk in stream_keys(model):
+        rows = capacity.max_entries(ratio)
+        name = f"entries.{ratio}.{topk}"
+        specs[f"{name}.indptr"] = BufferSpec(tokens + 1)
+        specs[f"{name}.indices"] = BufferSpec(tokens * (min(topk, rows) if topk else rows))
+        if topk:
+            specs[f"{name}.lanes"] = BufferSpec(tokens * min(topk, rows))
+    for kind, ratio in plan_keys(model):
+        specs |= _plan_specs(kind, ratio, geometry, capacity, half)
+    return specs
+
+
+def _plan_specs(
+    kind: LayerKind, ratio: int, geometry: PoolGeometry, capacity: BatchShape, half: int
+) -> dict[str, BufferSpec]:
+    tokens, requests, closing = (
+        capacity.num_tokens, capacity.num_requests, capacity.max_closing(ratio)
+    )  # fmt: skip
+    name = f"{kind.value}.{ratio}"
+    sizes = {"visible": tokens, "ape_row": tokens, "state_loc": tokens, "entry_loc": closing}
+    if kind is LayerKind.CSA:
+        sizes |= {"index_loc": closing, "source": closing * 2 * ratio}
+    else:
+        segments = closing + requests
+        lanes = segments * capacity.fold_steps(ratio, geometry.in_place_tokens)
+        sizes |= {"source": lanes, "position": lanes, "start": segments}
+        sizes |= {"accumulator_row": segments, "accumulator_loc": requests, "folded": requests}
+    specs = {f"{name}.{part}": BufferSpec(size) for part, size in sizes.items()}
+    for part in ("cos", "sin"):
+        specs[f"{name}.entry_{part}"] = BufferSpec(closing * half, torch.float32)
+    return specs
+
+
+def rope_names(model: ModelConfig) -> dict[str, tuple[float, object]]:
+    """Buffer name -> (theta, YaRN) of every distinct rope base."""
+    keys = dict.fromkeys((x.rope_theta, x.yarn) for x in model.layers)
+    return {f"rope.{i}": key for i, key in enumerate(keys)}
+
+
+def workspace_specs(
+    model: ModelConfig, capacity: BatchShape, score_budget_bytes: int
+) -> dict[str, BufferSpec]:
+    """Fresh rows, and score scratch of the byte budget (never less than one row, never more than all)."""
+    ratios = [x.ratio for x in model.layers if x.kind is LayerKind.CSA]
+    row = max((capacity.max_entries(r) for r in ratios), default=0)
+    scores = max(row, min(capacity.num_tokens * row, score_budget_bytes // 4))
+    return {
+        "fresh": BufferSpec(capacity.num_tokens * model.head_dim, torch.float32),
+        "scores": BufferSpec(scores, torch.float32),
+    }
+
+
+class Buffers:
+    """Named flat tensors, allocated uninitialised once; `put` fills a prefix and counts."""
+
+    def __init__(self, specs: Mapping[str, BufferSpec], device: torch.device) -> None:
+        self.tensors = {
+            name: torch.empty(spec.numel, dtype=spec.dtype, device=device)
+            for name, spec in specs.items()
+        }
+        self.computed: Counter[str] = Counter()
+
+    def put(self, name: str, value: Tensor) -> Tensor:
+        """Copy `value` into the buffer's prefix; returns the prefix in value's shape."""
+        view = self.tensors[name][: value.numel()].view(value.shape)
+        view.copy_(value)
+        self.computed[name] += 1
+        return view
+
+    def view(self, name: str, *shape: int) -> Tensor:
+        numel = 1
+        for extent in shape:
+            numel *= extent
+        return self.tensors[name][:numel].view(shape)

@@ -1,0 +1,155 @@
+"""The pieces of a forward's metadata: index streams, compressor plans, rope tables.
+
+Legend: T tokens, B requests, E windows that may close in this forward, S fold segments (E closing + B accumulators),
+J fold steps, M state rows that an overlapping window reads (2 * ratio), N stream lanes, P half the rope width.
+int32 everywhere; -1 = no row. A row index >= the state's rows addresses this forward's own token `index - rows`.
+"""
+
+from __future__ import annotations
+
+from attrs import frozen
+from torch import Tensor
+
+from dsv4.pool.base import KVView
+from dsv4.pool.geometry import PagedRows
+
+
+@frozen(eq=False)
+class RopeTable:
+    """cos and sin [tokens, P] fp32 of the angles position * inverse frequency."""
+
+    cos_TP: Tensor
+    sin_TP: Tensor
+
+
+@frozen(eq=False)
+class IndexStream:
+    """Ragged row lists: token t reads `indices[indptr[t] : indptr[t + 1]]`."""
+
+    indptr_T1: Tensor
+    """True prefix sums."""
+    indices_N: Tensor
+    """Lanes behind the last token's hold -1."""
+    max_rows: int
+    """Capacity of one token's list in this batch shape."""
+
+
+@frozen(eq=False)
+class Source:
+    """One attention segment: a table, optionally this forward's fresh rows behind its rows, and a stream of row indices."""
+
+    view: KVView
+    stream: IndexStream
+    fresh_TD: Tensor | None = None
+    """fp32; row `view.num_rows + t` is token t's KV exactly as reading its stored row back would give it."""
+
+
+@frozen(kw_only=True, eq=False)
+class OverlapPlan:
+    """CSA (main and indexer compressor alike): pool 2 * ratio raw rows per closing window."""
+
+    ratio: int
+    ape_row_T: Tensor
+    """position % ratio of each token."""
+    state_loc_T: Tensor
+    """Ring row each token's raw projection goes to, -1 for all but the slot's last overlap_rows tokens."""
+    source_EM: Tensor
+    """State row, or rows + own token, of each pooled token in token order; -1 = before the sequence."""
+    entry_rope: RopeTable
+    """At position ratio * entry."""
+
+
+@frozen(kw_only=True, eq=False)
+class FoldPlan:
+    """HCA: fold tokens in order. Segments [0, E) close a window each, segments [E, E + B) advance an accumulator."""
+
+    ratio: int
+    ape_row_T: Tensor
+    state_loc_T: Tensor
+    source_SJ: Tensor
+    """Raw row, or rows + own token, of the tokens a segment may fold, in token order."""
+    position_SJ: Tensor
+    """Their positions; tokens below the accumulator's own count are folded already."""
+    start_S: Tensor
+    """First position of the segment's window: an accumulator counts only if it holds more than this."""
+    accumulator_row_S: Tensor
+    """Row of the slot's accumulator, -1 = none."""
+    accumulator_loc_B: Tensor
+    """Row the advanced accumulator is written to."""
+    folded_B: Tensor
+    """Tokens of the sequence the advanced accumulator has folded: all that can no longer be rolled back."""
+    entry_rope: RopeTable
+
+
+@frozen(kw_only=True, eq=False)
+class CompressorTarget:
+    """Where one compressor of one layer keeps its state and puts its entries."""
+
+    state_view: KVView
+    entry_view: KVView
+    entry_loc_E: Tensor
+    """Row each closing window's entry is written to, -1 = none closes."""
+    accumulator_view: KVView | None = None
+    """HCA only."""
+
+
+@frozen(kw_only=True, eq=False)
+class ScoreInputs:
+    """What the indexer's scorer reads."""
+
+    view: KVView
+    keys: PagedRows
+    slot_T: Tensor
+    num_visible_T: Tensor
+    max_entries: int
+    """Width of a score row: capacity of this batch shape."""
+    query_lengths: tuple[int, ...]
+    """Host copy, see BatchShape."""
+    request_slots_B: Tensor
+    tile_tokens: int
+    """Tokens per score tile, from the byte budget."""
+
+
+@frozen(kw_only=True, eq=False)
+class SelectOutput:
+    """Where select writes: the tail of the CSA stream, whose indptr is final after fill."""
+
+    stream: IndexStream
+    lane_TK: Tensor
+    """Stream lane of pick k of token t. Picks beyond a token's count own the lanes behind the last token's, so that
+    writing the whole [T, K] table writes every lane exactly once."""
+    rows: PagedRows
+    topk: int
+
+
+@frozen(kw_only=True, eq=False)
+class Workspace:
+    """Scratch that one forward shares between its layers; allocated once from capacities."""
+
+    fresh_TD: Tensor
+    """KV of this forward's tokens, fp32, [max_batch_tokens, head_dim]."""
+    scores: Tensor
+    """Flat fp32 scratch of the score byte budget."""
+
+    def score_tile(self, num_tokens: int, num_entries: int) -> Tensor:
+        """[num_tokens, num_entries] of the score scratch."""
+        return self.scores[: num_tokens * num_entries].view(num_tokens, num_entries)
+
+
+@frozen(kw_only=True, eq=False)
+class LayerTensors:
+    """Backing of a LayerMetadata; fields as documented there."""
+
+    positions_T: Tensor
+    slot_T: Tensor
+    store_loc_T: Tensor
+    tail_loc_T: Tensor | None
+    window_view: KVView
+    rope: RopeTable
+    sources: tuple[Source, ...]
+    workspace: Workspace
+    state_plan: OverlapPlan | FoldPlan | None = None
+    main: CompressorTarget | None = None
+    index: CompressorTarget | None = None
+    score_inputs: ScoreInputs | None = None
+    select_output: SelectOutput | None = None

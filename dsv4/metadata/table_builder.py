@@ -1,0 +1,213 @@
+"""The builder for pools whose layers are row tables: all sizing and addressing through the pool's one geometry.
+
+Both pool families present the same two segments per token, window rows and entries; they differ in the geometry's
+`entry_base` and in which table a view names, so one builder serves both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from dsv4.config import BackendConfig, ModelConfig
+from dsv4.errors import BatchError
+from dsv4.log import get_logger
+from dsv4.metadata import fill_ref as ref
+from dsv4.metadata.base import MetadataBuilder
+from dsv4.metadata.batch import BatchShape, ForwardBatch
+from dsv4.metadata.buffers import Buffers, BufferSpec, buffer_specs, workspace_specs
+from dsv4.metadata.fill import Filler
+from dsv4.metadata.forward import Epoch, ForwardMetadata
+from dsv4.metadata.layers import layer_tensors
+from dsv4.metadata.plans import Workspace
+from dsv4.pool.base import KVPool
+from dsv4.pool.geometry import PoolGeometry
+
+_log = get_logger(__name__)
+
+
+@frozen(eq=False)
+class _Filled:
+    """What the current metadata was computed from."""
+
+    batch: ForwardBatch
+    pool_version: int
+    advances: int
+
+
+def capacity_of(config: BackendConfig, max_requests: int, max_context: int) -> BatchShape:
+    """The largest batch shape a backend may see."""
+    requests = config.max_batch_requests or max_requests
+    tokens = max(config.max_batch_tokens, requests)
+    return BatchShape(
+        num_tokens=tokens, num_requests=requests, max_query_tokens=tokens, max_length=max_context
+    )
+
+
+class TableMetadataBuilder(MetadataBuilder):
+    """Keeps the MetadataBuilder promises for any KVPool with a PoolGeometry."""
+
+    def __init__(self, pool: KVPool, config: BackendConfig) -> None:
+        model, geometry = pool.model, pool.geometry
+        self._pool, self._model, self._geometry = pool, model, geometry
+        self.capacity = capacity_of(config, geometry.max_requests, pool.config.max_context)
+        self._buffers = Buffers(buffer_specs(model, geometry, self.capacity), pool.device)
+        scratch = workspace_specs(model, self.capacity, config.score_budget_bytes)
+        self._scratch = Buffers(scratch, pool.device)
+        self._filler = Filler(model, geometry, pool, self._buffers)
+        self.metadata = ForwardMetadata()
+        self._batch: ForwardBatch | None = None
+        self._shape: BatchShape | None = None
+        self._filled: _Filled | None = None
+        self._advances = 0
+        self._ahead: dict[int, tuple[int, int]] = {}
+
+    @property
+    def computed(self) -> Counter[str]:  # type: ignore[override]
+        return self._buffers.computed
+
+    @classmethod
+    def estimate(
+        cls, model: ModelConfig, geometry: PoolGeometry, config: BackendConfig, max_context: int
+    ) -> dict[str, int]:
+        """Bytes of every buffer, before anything is allocated."""
+        capacity = capacity_of(config, geometry.max_requests, max_context)
+        specs: dict[str, BufferSpec] = {
+            f"metadata.{k}": v for k, v in buffer_specs(model, geometry, capacity).items()
+        }
+        scratch = workspace_specs(model, capacity, config.score_budget_bytes)
+        specs |= {f"workspace.{k}": v for k, v in scratch.items()}
+        return {name: spec.nbytes for name, spec in specs.items()}
+
+    def nbytes(self) -> Mapping[str, int]:
+        named = [("metadata", self._buffers), ("workspace", self._scratch)]
+        return {
+            f"{group}.{name}": t.numel() * t.element_size()
+            for group, buffers in named
+            for name, t in buffers.tensors.items()
+        }
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        self._check(batch)
+        ahead = [self._bound_ahead(s) for s in batch.slots]
+        reach = [n + a if n else 0 for n, a in zip(batch.query_lengths, ahead, strict=True)]
+        self._pool.begin_forward(batch.slots, reach)
+        lengths = [self._pool.length(s) if s >= 0 else 0 for s in batch.slots]
+        self._shape = BatchShape(
+            num_tokens=batch.num_tokens,
+            num_requests=len(batch.slots),
+            max_query_tokens=max(batch.query_lengths, default=0),
+            max_length=max((a + b for a, b in zip(lengths, reach, strict=True)), default=0),
+            query_lengths=batch.query_lengths,
+        )
+        self._batch = batch
+        starts = [0]
+        for n in batch.query_lengths:
+            starts.append(starts[-1] + n)
+        padding = [0] * (batch.num_tokens - len(batch.token_ids))
+        self._put_ints("slots", [*batch.slots, -1])
+        self._put_ints("starts", starts)
+        self._put_ints("query_lengths", [*batch.query_lengths, 0])
+        self._put_ints("token_ids", [*batch.token_ids, *padding])
+
+    def _put_ints(self, name: str, values: list[int]) -> None:
+        buffer = self._buffers.tensors[name]
+        buffer[: len(values)].copy_(torch.tensor(values, dtype=buffer.dtype))
+
+    def _check(self, batch: ForwardBatch) -> None:
+        limits = (
+            ("tokens", batch.num_tokens, self.capacity.num_tokens, "max_batch_tokens"),
+            ("requests", len(batch.slots), self.capacity.num_requests, "max_batch_requests"),
+        )
+        for what, got, limit, knob in limits:
+            if got > limit:
+                raise BatchError(f"batch of {got} {what}: the backend holds {limit}; raise {knob}")
+        top = max(batch.token_ids, default=0)
+        if top >= self._model.vocab_size or min(batch.token_ids, default=0) < 0:
+            raise BatchError(
+                f"token_ids reach {min(batch.token_ids)}..{top}: ids must lie in [0, {self._model.vocab_size})"
+            )
+
+    def _bound_ahead(self, slot: int) -> int:
+        """Upper bound of the tokens that the device's length leads the host's by."""
+        length, extra = self._ahead.get(slot, (-1, 0))
+        if slot < 0 or length != self._pool.length(slot):
+            self._ahead.pop(slot, None)
+            return 0
+        return extra
+
+    def fill(self) -> Epoch:
+        if self._batch is None or self._shape is None:
+            raise BatchError("fill: no batch; call prepare(batch) first")
+        shared = self._filler.fill(self._shape)
+        scratch, tokens = self._scratch.tensors, self._shape.num_tokens
+        workspace = Workspace(
+            fresh_TD=scratch["fresh"].view(-1, self._model.head_dim)[:tokens],
+            scores=scratch["scores"],
+        )
+        request_slots = self._buffers.view("slots", self._shape.num_requests)
+        layers = layer_tensors(self._pool, shared, workspace, request_slots)
+        self._filled = _Filled(self._batch, self._pool.version, self._advances)
+        return self.metadata._publish(shared, layers)
+
+    def advance(self, accepted_B: Tensor) -> None:
+        if self._batch is None:
+            raise BatchError("advance: no batch; call prepare(batch) first")
+        slots = self._buffers.view("slots", len(self._batch.slots))
+        live = slots >= 0
+        step = torch.where(live, accepted_B.to(slots.device, torch.int32), 0)
+        # a padding request adds 0 to slot 0: an ordinary slot, unchanged
+        self._pool.lengths.index_add_(0, slots.clamp(min=0), step)
+        self._advances += 1
+        for slot, n in zip(self._batch.slots, self._batch.query_lengths, strict=True):
+            if slot >= 0:
+                length = self._pool.length(slot)
+                self._ahead[slot] = (length, self._bound_ahead(slot) + n)
+
+    def swa_loc_for(self, batch: ForwardBatch | None) -> Tensor:
+        reason = self._why_stale(batch)
+        if reason is None:
+            return self.metadata.swa_loc_T
+        _log.info("swa_loc_recomputed", reason=reason)
+        if batch is None:
+            return torch.empty(0, dtype=torch.int32, device=self._pool.device)
+        return self._recompute(batch)
+
+    def _why_stale(self, batch: ForwardBatch | None) -> str | None:
+        filled = self._filled
+        if batch is None or batch.num_tokens == 0 or not any(batch.query_lengths):
+            return "idle"
+        if filled is None or filled.batch.slots != batch.slots:
+            return "re-padded" if filled and self._repadded(filled.batch, batch) else "other slots"
+        if filled.batch.num_tokens != batch.num_tokens:
+            return "re-padded"
+        same_lengths = filled.batch.query_lengths == batch.query_lengths
+        unmoved = (filled.pool_version, filled.advances) == (self._pool.version, self._advances)
+        return None if same_lengths and unmoved else "other positions"
+
+    @staticmethod
+    def _repadded(a: ForwardBatch, b: ForwardBatch) -> bool:
+        return [s for s in a.slots if s >= 0] == [s for s in b.slots if s >= 0]
+
+    def _recompute(self, batch: ForwardBatch) -> Tensor:
+        device = self._pool.device
+
+        def ints(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        starts = [0]
+        for n in batch.query_lengths:
+            starts.append(starts[-1] + n)
+        inputs = ref.live_requests(
+            ints([*batch.slots, -1]), ints(starts), ints([*batch.query_lengths, 0]), self._pool.lengths
+        )
+        shape = BatchShape(
+            num_tokens=batch.num_tokens, num_requests=len(batch.slots), max_query_tokens=0, max_length=0
+        )  # fmt: skip
+        tokens = ref.plan_tokens(inputs, shape, self._geometry.in_place_tokens)
+        return ref.swa_loc(tokens, self._geometry)
+
