@@ -27,7 +27,7 @@ def golden() -> Path:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Folder of documents and data beside the repository; without it, tests that ask for it skip."""
+    """Folder of documents and data beside the repository; tests that ask for it skip without it."""
     path = Path(os.environ.get("DSV4_SHARED", TESTS.parents[1] / "shared"))
     if not path.is_dir():
         pytest.skip(f"no folder {path}; set DSV4_SHARED to its place")
