@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -30,11 +31,11 @@ def integer(*, least: int, optional: bool = False) -> Validator:
 
 
 def number(*, above: float | None = None, least: float | None = None) -> Validator:
-    """A float within a lower limit; ints have been converted before."""
+    """A finite float within a lower limit; ints have been converted before."""
 
     def check(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
-        if not isinstance(value, float):
-            raise ConfigError(f"{attribute.name} {value!r}: must be a number; give a float")
+        if not isinstance(value, float) or not math.isfinite(value):
+            raise ConfigError(f"{attribute.name} {value!r}: must be a finite number; give a float")
         if above is not None and not value > above:
             raise ConfigError(f"{attribute.name} {value}: must be greater than {above}; raise it")
         if least is not None and not value >= least:

@@ -50,6 +50,10 @@ class Schedule:
     def table(self, fields: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
         """The per-layer table. `fields` has num_hidden_layers, both bases, yarn and index_topk."""
         num_main = fields["num_hidden_layers"]
+        if self.num_drafts is not None and not _is_count(self.num_drafts):
+            raise ConfigError(
+                f"num_nextn_predict_layers {self.num_drafts!r}: must be an integer >= 0; correct it"
+            )
         kinds, ratios = (
             self._typed(num_main) if self.layer_types is not None else self._listed(num_main)
         )
@@ -65,17 +69,24 @@ class Schedule:
         )
 
     def _listed(self, num_main: int) -> tuple[list[LayerKind], list[int]]:
-        """Published and official files: the ratio decides the kind, the surplus is draft layers."""
+        """Published and official files: the ratio decides the kind, the surplus is draft layers.
+
+        A stated number of drafts may be smaller than the surplus (a re-release lists three);
+        0 drops it.
+        """
+        stated = self.num_drafts
         ratios = list(self.compress_ratios or ())
-        need = num_main + (self.num_drafts or 0)
+        if stated == 0:
+            ratios = ratios[:num_main]
+        need = num_main + (stated or 0)
         if len(ratios) < need:
             raise ConfigError(
                 f"compress_ratios has {len(ratios)} entries: num_hidden_layers {num_main} and "
-                f"num_nextn_predict_layers {self.num_drafts or 0} need {need}; "
+                f"num_nextn_predict_layers {stated or 0} need {need}; "
                 "complete the table or lower the number of layers"
             )
         for layer, ratio in enumerate(ratios):
-            if not isinstance(ratio, int) or isinstance(ratio, bool) or ratio < 0:
+            if not _is_count(ratio):
                 raise ConfigError(
                     f"compress_ratios[{layer}] {ratio!r}: must be an integer >= 0; correct it"
                 )
@@ -110,7 +121,7 @@ class Schedule:
 
     def _hash_routing(self, num_main: int) -> list[bool]:
         count = self.num_hash_layers
-        if count is not None and (not isinstance(count, int) or not 0 <= count <= num_main):
+        if count is not None and not (_is_count(count) and count <= num_main):
             raise ConfigError(
                 f"num_hash_layers {count!r}: must be 0 to num_hidden_layers {num_main}; correct it"
             )
@@ -125,6 +136,10 @@ class Schedule:
                 "make them equal or remove one"
             )
         return hashed
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _list(facts: Facts, place: str) -> list[Any] | None:
