@@ -172,6 +172,11 @@ class KVPool(ABC):
     def estimate(cls, config: PoolConfig, model: ModelConfig) -> MemoryReport:
         """Bytes of every component, per token and per slot."""
 
+    @classmethod
+    @abstractmethod
+    def geometry_of(cls, config: PoolConfig, model: ModelConfig) -> PoolGeometry:
+        """The geometry that a pool of this config has; allocates nothing."""
+
     @abstractmethod
     def __init__(
         self,

@@ -59,6 +59,10 @@ class TablePool(KVPool):
         )
 
     @classmethod
+    def geometry_of(cls, config: PoolConfig, model: ModelConfig) -> PoolGeometry:
+        return cls.layout(config, model).geometry
+
+    @classmethod
     def estimate(cls, config: PoolConfig, model: ModelConfig) -> MemoryReport:
         return report(cls.layout(config, model))
 
@@ -118,7 +122,10 @@ class TablePool(KVPool):
                 )
                 if table.layer is not None and share.region is not None:
                     assert table.format is not None, f"{table.name} is read through a view"
-                    view = KVView(storage, table.num_rows, table.format)
+                    # every layer's WINDOW view has the same rows, so that one index stream serves all layers
+                    windows = share.region is Region.WINDOW
+                    num_rows = self.geometry.window_rows if windows else table.num_rows
+                    view = KVView(storage, num_rows, table.format)
                     self._views[table.layer, share.region] = view
 
     # request life

@@ -1,0 +1,127 @@
+"""A loaded model: decoder weights, a backend, and a tokenizer. `load` makes one from a checkpoint folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import attrs
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from dsv4.backend import Backend, torch_device
+from dsv4.config import BackendConfig, ModelConfig, UnifiedPoolConfig
+from dsv4.errors import CheckpointError, ConfigError
+from dsv4.metadata.batch import ForwardBatch
+from dsv4.model.block import Probe
+from dsv4.model.checkpoint import has_drafts, load_weights
+from dsv4.model.decoder import Decoder
+from dsv4.tokenizer import Tokenizer, load_tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEFAULT_CONTEXT = 65_536
+DEFAULT_REQUESTS = 8
+
+
+@frozen(kw_only=True, eq=False)
+class ForwardResult:
+    """What one forward produced; lengths are not committed."""
+
+    logits: Tensor
+    """fp32: [requests, vocab] of each request's newest token (zeros for idle ones), or [tokens, vocab]."""
+    streams_TND: Tensor
+    """Residual streams after the last layer, before the head; input of the draft block."""
+
+
+@frozen(kw_only=True, eq=False)
+class Model:
+    """Decoder, backend and tokenizer of one checkpoint."""
+
+    config: ModelConfig
+    decoder: Decoder
+    backend: Backend
+    tokenizer: Tokenizer | None = None
+
+    @torch.inference_mode()
+    def run(
+        self,
+        batch: ForwardBatch,
+        *,
+        rows: Literal["last", "all"] = "last",
+        probe: Probe | None = None,
+    ) -> ForwardResult:
+        """prepare, fill, decode: one forward of `batch`. The caller commits or rolls back the lengths."""
+        builder, kernels = self.backend.builder, self.backend.kernels
+        builder.prepare(batch)
+        epoch = builder.fill()
+        streams = self.decoder(builder.metadata, epoch, kernels, probe)
+        chosen = streams
+        if rows == "last":
+            last_B = builder.metadata.shared.last_row_B
+            chosen = streams.index_select(0, last_B.clamp(min=0)) if streams.shape[0] else streams
+        logits = self.decoder.logits(chosen, kernels, probe)
+        return ForwardResult(logits=logits, streams_TND=streams)
+
+    def forward(self, batch: ForwardBatch, *, rows: Literal["last", "all"] = "last") -> Tensor:
+        """Logits of one forward, see `run`."""
+        return self.run(batch, rows=rows).logits
+
+
+def dtype_of(name: str | torch.dtype | None, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The activations' dtype: as asked, else fp32 on a CPU (bf16 GEMMs are slow there), else the checkpoint's."""
+    if isinstance(name, torch.dtype):
+        name = str(name).removeprefix("torch.")
+    if name in (None, "auto"):
+        name = "float32" if device.type == "cpu" else config.torch_dtype
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r}: must be one of auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def load(
+    path: str | Path,
+    *,
+    backend: BackendConfig | None = None,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+) -> Model:
+    """Load a checkpoint folder (official or transformers names; F32, BF16, F8_E4M3 or packed FP4).
+
+    `path`: a folder with config.json and *.safetensors, or the word `tiny` for the shipped checkpoint.
+    `backend`: default a unified pool of 8 requests. Raises CheckpointError or ConfigError, one line each.
+    """
+    folder = resolve(path)
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise CheckpointError(f"{folder}: no config.json there; name a checkpoint folder, or `tiny`")
+    device = torch_device(device)
+    config = ModelConfig.from_json(config_file)
+    chosen = dtype_of(dtype, config, device)
+    config = attrs.evolve(config, torch_dtype=str(chosen).removeprefix("torch."))
+    if not has_drafts(folder):
+        config = config.without_drafts()
+    backend = backend or BackendConfig(pool=default_pool(config))
+    decoder = Decoder(config, chosen)
+    load_weights(decoder, folder)
+    return Model(
+        config=config,
+        decoder=decoder.to(device).eval(),
+        backend=Backend.from_config(config, backend, device),
+        tokenizer=load_tokenizer(folder, config),
+    )
+
+
+def default_pool(config: ModelConfig) -> UnifiedPoolConfig:
+    context = min(DEFAULT_CONTEXT, config.max_position_embeddings)
+    return UnifiedPoolConfig(max_requests=DEFAULT_REQUESTS, max_context=context)
+
+
+def resolve(path: str | Path) -> Path:
+    """A checkpoint folder; `tiny` names the one shipped as package data."""
+    if str(path) == "tiny":
+        return Path(__file__).parent.parent / "data" / "tiny"
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; name a checkpoint folder, or `tiny`")
+    return folder
