@@ -12,7 +12,7 @@ PY := "$(VENV)/bin/python"
 # An install is repeated when what it depends on changed, or when the environment served another clone.
 KEY := $(shell { pwd; cat pyproject.toml constraints.txt "$(CONSTRAINTS)"; } | cksum | cut -d ' ' -f 1)
 
-.PHONY: help demo test lint wheel venv env dev-env clean
+.PHONY: help demo test lint lint-rules lint-format lint-types wheel venv env dev-env clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,9 +28,16 @@ demo: env
 test: dev-env
 	$(PY) -m pytest -q $(PYTEST_ARGS)
 
-lint: dev-env
+# Three targets, so that `make -k lint` reports all of them.
+lint: lint-rules lint-format lint-types
+
+lint-rules: dev-env
 	$(PY) -m ruff check .
+
+lint-format: dev-env
 	$(PY) -m ruff format --check .
+
+lint-types: dev-env
 	$(PY) -m mypy --strict
 
 wheel: dev-env

@@ -19,7 +19,7 @@ from dsv4.engine.runner import ModelRunner, Rows
 from dsv4.engine.sampler import RequestSampler, Sample, sample
 from dsv4.engine.scheduler import Scheduler
 from dsv4.engine.text import TextStream
-from dsv4.errors import BatchError, RequestError
+from dsv4.errors import BatchError, ConfigError, RequestError
 from dsv4.log import get_logger
 from dsv4.metadata.batch import ForwardBatch
 from dsv4.pool.base import KVPool
@@ -33,12 +33,17 @@ class Engine:
 
     `generate` and `stream` serve a list of prompts; `submit`, `step` and `cancel` are what they are made of;
     `prefill` and `decode` run one forward on slots that the caller owns (`engine.pool.acquire()`).
-    The capacity of a forward is that of `model.backend`; `config` adds how requests are queued and chunked.
+    `config` must name the backend that the model runs on, and adds how requests are queued and chunked.
     """
 
     def __init__(self, model: ModelRunner, config: EngineConfig | None = None) -> None:
         self.model = model
         self.config = config or EngineConfig(backend=model.backend.config)
+        if self.config.backend.resolved(model.config) != model.backend.config:
+            raise ConfigError(
+                f"backend {self.config.backend}: differs from the one the model runs on, "
+                f"{model.backend.config}; load the model with the engine's backend config"
+            )
         self.num_forwards = 0
         """Forwards that `step` has run."""
         self._scheduler = Scheduler(

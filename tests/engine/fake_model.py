@@ -10,9 +10,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
+import attrs
 import torch
 
-from dsv4.config import BackendConfig, UnifiedPoolConfig
+from dsv4.config import BackendConfig, ModelConfig, UnifiedPoolConfig
 from dsv4.errors import PoolExhaustedError, SlotError
 from dsv4.metadata.batch import ForwardBatch
 
@@ -118,10 +119,11 @@ class FakeModel:
         tokenizer: Utf8Tokenizer | None = None,
     ) -> None:
         pool_config = UnifiedPoolConfig(max_requests=max_requests, max_context=max_context)
-        self.config = SimpleNamespace(vocab_size=VOCAB, eos_token_id=EOS)
+        self.config = attrs.evolve(ModelConfig.preset("tiny"), vocab_size=VOCAB, eos_token_id=EOS)
+        backend_config = BackendConfig(pool=pool_config, max_batch_tokens=max_batch_tokens)
         self.backend = SimpleNamespace(
             pool=FakePool(pool_config, num_pages, page_tokens),
-            config=BackendConfig(pool=pool_config, max_batch_tokens=max_batch_tokens),
+            config=backend_config.resolved(self.config),
         )
         self.tokenizer = tokenizer
         self.batches: list[ForwardBatch] = []

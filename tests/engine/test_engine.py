@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.engine.request import FinishReason, Request
-from dsv4.errors import BatchError, PoolExhaustedError, RequestError
+from dsv4.errors import BatchError, ConfigError, PoolExhaustedError, RequestError
 from tests.engine.fake_model import FakeModel, Utf8Tokenizer, greedy, hashed_logits, scripted_logits
 
 
@@ -290,6 +290,13 @@ def test_bad_options_raise_before_anything_runs(options: dict[str, object]) -> N
     (name,) = options
     with pytest.raises(RequestError, match=name):
         engine_of().generate([[1]], **options)
+
+
+def test_an_engine_config_of_another_backend_is_refused() -> None:
+    model, other = FakeModel(), FakeModel(max_batch_tokens=32)
+    Engine(model, EngineConfig(backend=model.backend.config, chunk_tokens=8))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="differs from the one the model runs on"):
+        Engine(model, EngineConfig(backend=other.backend.config))  # type: ignore[arg-type]
 
 
 def test_every_bad_option_is_named_at_once() -> None:
