@@ -23,7 +23,6 @@ from dsv4.errors import BatchError, ConfigError, RequestError
 from dsv4.log import get_logger
 from dsv4.metadata.batch import ForwardBatch
 from dsv4.pool.base import KVPool
-from dsv4.tokenizer import StreamDecoder
 
 log = get_logger(__name__)
 
@@ -52,8 +51,6 @@ class Engine:
             max_batch_requests=model.backend.config.max_batch_requests,
             chunk_tokens=self.config.chunk_tokens,
         )
-        ends = {model.config.eos_token_id, model.tokenizer and model.tokenizer.eos_token_id}
-        self._eos_token_ids = ends - {None}
 
     @property
     def pool(self) -> KVPool:
@@ -144,7 +141,7 @@ class Engine:
                 seed=request.seed,
                 logprobs=request.logprobs,
             ),
-            text=TextStream(StreamDecoder(tokenizer) if tokenizer else None, request.stop),
+            text=TextStream(tokenizer.stream() if tokenizer else None, request.stop),
         )
         self._scheduler.waiting.append(handle)
         self._scheduler.admit()
@@ -258,7 +255,7 @@ class Engine:
         if sampled.logprob is not None:
             handle.logprobs.append(sampled.logprob)
         reason = None
-        if token_id in self._eos_token_ids and not request.ignore_eos:
+        if token_id == self.model.config.eos_token_id and not request.ignore_eos:
             reason = FinishReason.EOS
         elif token_id in request.stop_token_ids or handle.text.push(token_id):
             reason = FinishReason.STOP

@@ -112,7 +112,10 @@ class PromptRun:
             raise RequestError(
                 f"prompt {prompt[:40]!r} is text, but the model has no tokenizer; give token ids"
             )
-        return tokenizer.encode(prompt)
+        try:
+            return tokenizer.encode(prompt)
+        except UnicodeError as error:
+            raise RequestError(f"prompt: not valid text ({error}); correct its encoding") from error
 
     def _submit(self) -> Iterator[tuple[int, Delta]]:
         """Queue as many prompts as there is room for."""

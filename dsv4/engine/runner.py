@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from torch import Tensor
 
 from dsv4.config import BackendConfig, ModelConfig
+from dsv4.engine.text import TextDecoder
 from dsv4.metadata.batch import ForwardBatch
 from dsv4.pool.base import KVPool
 
@@ -15,14 +15,11 @@ Rows = Literal["last", "all"]
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
-
-    @property
-    def eos_token_id(self) -> int | None: ...
+    """Text to token ids, and a decoder for each completion."""
 
     def encode(self, text: str) -> list[int]: ...
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def stream(self) -> TextDecoder: ...
 
 
 class RunnerBackend(Protocol):

@@ -10,7 +10,7 @@ class TextDecoder(Protocol):
 
     def push(self, token_id: int) -> str: ...
 
-    def finish(self) -> str: ...
+    def flush(self) -> str: ...
 
 
 class TextStream:
@@ -32,7 +32,7 @@ class TextStream:
     def finish(self) -> None:
         """Declare the text complete: what was kept back becomes final."""
         if not self._done and self._decoder is not None:
-            self._append(self._decoder.finish())
+            self._append(self._decoder.flush())
         self._done = True
 
     def take(self) -> str:

@@ -16,6 +16,7 @@ import torch
 from dsv4.config import BackendConfig, ModelConfig, UnifiedPoolConfig
 from dsv4.errors import PoolExhaustedError, SlotError
 from dsv4.metadata.batch import ForwardBatch
+from dsv4.tokenizer import ByteTokenizer
 
 VOCAB = 258
 EOS = 257
@@ -40,18 +41,6 @@ def scripted_logits(*texts: str) -> Logits:
         return row
 
     return logits
-
-
-class Utf8Tokenizer:
-    """Token ids are UTF-8 bytes; EOS has no text."""
-
-    eos_token_id = EOS
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(i for i in token_ids if i < 256).decode(errors="replace")
 
 
 class FakePool:
@@ -116,7 +105,7 @@ class FakeModel:
         num_pages: int = 64,
         page_tokens: int = 16,
         max_batch_tokens: int = 64,
-        tokenizer: Utf8Tokenizer | None = None,
+        tokenizer: ByteTokenizer | None = None,
     ) -> None:
         pool_config = UnifiedPoolConfig(max_requests=max_requests, max_context=max_context)
         self.config = attrs.evolve(ModelConfig.preset("tiny"), vocab_size=VOCAB, eos_token_id=EOS)

@@ -12,7 +12,8 @@ from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.engine.request import FinishReason, Request
 from dsv4.errors import BatchError, ConfigError, PoolExhaustedError, RequestError
-from tests.engine.fake_model import FakeModel, Utf8Tokenizer, greedy, hashed_logits, scripted_logits
+from dsv4.tokenizer import ByteTokenizer
+from tests.engine.fake_model import FakeModel, greedy, hashed_logits, scripted_logits
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
@@ -131,7 +132,7 @@ def test_logprobs_are_those_of_the_models_distribution() -> None:
 
 
 def test_generation_ends_with_eos_unless_it_is_ignored() -> None:
-    model = {"logits": scripted_logits("ab"), "tokenizer": Utf8Tokenizer()}
+    model = {"logits": scripted_logits("ab"), "tokenizer": ByteTokenizer()}
     (completion,) = engine_of(**model).generate("a", max_new_tokens=9)
     assert (completion.text, completion.finish_reason) == ("b", "eos")
     assert completion.token_ids == (ord("b"), 257)
@@ -147,7 +148,7 @@ def test_a_stop_token_ends_generation() -> None:
 
 
 def test_a_stop_string_across_tokens_is_cut_and_never_streamed() -> None:
-    engine = engine_of(logits=scripted_logits("say: 12 ENX END more"), tokenizer=Utf8Tokenizer())
+    engine = engine_of(logits=scripted_logits("say: 12 ENX END more"), tokenizer=ByteTokenizer())
     deltas = [d for _, d in engine.stream("say:", stop=["END", "zzz"], max_new_tokens=40)]
     assert deltas[-1].completion.text == " 12 ENX "
     assert deltas[-1].completion.finish_reason == "stop"
@@ -159,7 +160,7 @@ def test_a_stop_string_across_tokens_is_cut_and_never_streamed() -> None:
 
 def test_streamed_text_has_whole_characters_only() -> None:
     text = "naïve €uro 𝄞 clef"
-    engine = engine_of(logits=scripted_logits("> " + text), tokenizer=Utf8Tokenizer())
+    engine = engine_of(logits=scripted_logits("> " + text), tokenizer=ByteTokenizer())
     deltas = [d.text for _, d in engine.stream("> ", max_new_tokens=60)]
     assert "".join(deltas) == text
     assert not any("\ufffd" in piece for piece in deltas)
@@ -270,6 +271,8 @@ def test_a_prompt_outside_the_vocabulary_or_without_tokenizer_is_rejected() -> N
     assert "-1 is not in" in str(negative.error)
     assert "must be integers" in str(floats.error)
     assert "no tokenizer" in str(text.error)
+    (broken,) = engine_of(tokenizer=ByteTokenizer()).generate("a\ud800")
+    assert "not valid text" in str(broken.error)
 
 
 @pytest.mark.parametrize(

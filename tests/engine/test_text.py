@@ -17,7 +17,7 @@ class Pieces:
     def push(self, token_id: int) -> str:
         return self.pieces[token_id]
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         return self.tail
 
 
