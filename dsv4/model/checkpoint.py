@@ -5,38 +5,24 @@ Source: spec/checkpoint.md (names, number formats).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from attrs import Factory, define, frozen
+from attrs import frozen
 from torch import Tensor
 from tqdm import tqdm
 
-from dsv4.errors import CheckpointError
 from dsv4.log import get_logger
 from dsv4.model.checkpoint_writer import save_checkpoint
+from dsv4.model.load_check import PACKED, Problems, check_tensor
 from dsv4.model.official import OfficialTensor
-from dsv4.model.tensor_names import (
-    FUSED_DOWN,
-    FUSED_GATE_UP,
-    block_grid,
-    official_name,
-    scale_name,
-    tile_grid,
-)
+from dsv4.model.tensor_names import FUSED_DOWN, FUSED_GATE_UP, official_name, scale_name
 from dsv4.model.weight_files import StoredTensor, open_weights, stored_in_memory
 from dsv4.quant import decode_e8m0, dequantize_fp4, dequantize_tiles, unpack_fp4
 
 __all__ = ["WeightHolder", "load_tensors", "load_weights", "save_checkpoint"]
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-PACKED = (torch.int8, torch.uint8)
-SCALES = (torch.float8_e8m0fnu, torch.float32)
-MOST_NAMES = 200
-"""Names that an error lists of one kind: with a wrong config all of 69,187 tensors may be wrong."""
 
 _log = get_logger(__name__)
 
@@ -47,9 +33,7 @@ class WeightHolder(Protocol):
     def official_tensors(self) -> dict[str, OfficialTensor]: ...
 
 
-def load_weights(
-    decoder: WeightHolder, path: str | Path, *, ignore_drafts: bool = False
-) -> None:
+def load_weights(decoder: WeightHolder, path: str | Path, *, ignore_drafts: bool = False) -> None:
     """Copy a checkpoint's values into a decoder.
 
     `path` is a safetensors file, or a folder with an index, `model.safetensors` or any safetensors files.
@@ -71,30 +55,9 @@ def load_tensors(
     _load(decoder, stored_in_memory(tensors), "tensors", ignore_drafts)
 
 
-@define
-class _Problems:
-    """All that is wrong with a checkpoint, by kind."""
-
-    lists: dict[str, list[str]] = Factory(dict)
-
-    def add(self, kind: str, text: str) -> None:
-        self.lists.setdefault(kind, []).append(text)
-
-    def raise_if_any(self, source: str) -> None:
-        if not self.lists:
-            return
-        found = "; ".join(f"{kind}: {_listed(names)}" for kind, names in self.lists.items())
-        raise CheckpointError(f"{source} does not fit the model: {found}; check config.json")
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
-
-
 @frozen(eq=False)
 class _Copy:
-    """One read of a file: a matrix, or one expert of a fused tensor, and the views that share its rows."""
+    """One read of the files, a weight or one expert of a fused one, and the views that share its rows."""
 
     weight: StoredTensor
     scale: StoredTensor | None
@@ -102,12 +65,11 @@ class _Copy:
     views: tuple[Tensor, ...]
 
     def run(self) -> None:
-        values = self._values(self.views[0].device)
-        start = 0
+        values, start = self._values(self.views[0].device), 0
         for view in self.views:
-            rows = values[start : start + view.shape[0]] if len(self.views) > 1 else values
-            view.copy_(rows)
-            start += view.shape[0]
+            rows = view.shape[0]
+            view.copy_(values[start : start + rows])
+            start += rows
 
     def _values(self, device: torch.device) -> Tensor:
         weight = self._read(self.weight).to(device)
@@ -127,7 +89,18 @@ class _Copy:
 def _load(
     decoder: WeightHolder, stored: Mapping[str, StoredTensor], source: str, ignore_drafts: bool
 ) -> None:
-    copies = _plan(decoder.official_tensors(), stored, source, ignore_drafts)
+    official, problems = decoder.official_tensors(), Problems()
+    has_drafts = any(name.startswith("mtp.") for name in official)
+    tensors: dict[str, StoredTensor] = {}
+    for tensor in stored.values():
+        name = official_name(tensor.name)
+        if ignore_drafts and not has_drafts and name.startswith("mtp."):
+            continue
+        if name in tensors:
+            problems.add("given twice", f"{tensors[name].name} and {tensor.name}")
+        tensors[name] = tensor
+    copies = _plan(official, tensors, problems)
+    problems.raise_if_any(source)
     with torch.no_grad():
         # disable=None: no bar unless standard error is a terminal.
         for copy in tqdm(copies, desc="load", unit="tensor", disable=None, leave=False):
@@ -137,33 +110,49 @@ def _load(
 
 def _plan(
     official: Mapping[str, OfficialTensor],
-    stored: Mapping[str, StoredTensor],
-    source: str,
-    ignore_drafts: bool,
+    tensors: Mapping[str, StoredTensor],
+    problems: Problems,
 ) -> list[_Copy]:
-    """Match every stored tensor with views; raises with all problems at once."""
-    problems = _Problems()
-    skip_drafts = ignore_drafts and not any(name.startswith("mtp.") for name in official)
-    tensors: dict[str, StoredTensor] = {}
-    for tensor in stored.values():
-        name = official_name(tensor.name)
-        if skip_drafts and name.startswith("mtp."):
-            continue
-        if name in tensors:
-            problems.add("given twice", f"{tensors[name].name} and {tensor.name}")
-        tensors[name] = tensor
+    """The copies that use every tensor once and fill every view once; what stands in the way of that
+    goes to `problems`."""
     copies: list[_Copy] = []
-    missing, used = dict.fromkeys(official), set[str]()
-    for name, tensor in tensors.items():
-        targets = _targets(name, official)
-        if targets is None:
+    filled: dict[str, str] = {}
+    used: set[str] = set()
+    for name, weight in tensors.items():
+        groups, fused = _targets(name, official)
+        if not groups:
             continue
         scale = tensors.get(scale_name(name)) if name.endswith(".weight") else None
-        used |= {name} if scale is None else {name, scale_name(name)}
-        _check(tensor, scale, targets, problems)
-        copies += _copies(tensor, scale, targets)
-        for target in (target for group in targets for target in group):
-            if target not in missing:
-                problems.add("given twice", f"{target} and {tensor.name}")
-            missing.pop(target, None)
+        views = [tuple(official[target].view for target in group) for group in groups]
+        used.add(name)
+        if check_tensor(weight, scale, views, fused=fused, problems=problems):
+            used.add(scale_name(name))
+        else:
+            scale = None
+        copies += [_Copy(weight, scale, e if fused else None, v) for e, v in enumerate(views)]
+        for target in (target for group in groups for target in group):
+            if target in filled:
+                problems.add("given twice", f"{target} by {filled[target]} and {weight.name}")
+            filled[target] = weight.name
+    for name in official.keys() - filled.keys():
+        problems.add("missing", name)
+    for name in tensors.keys() - used:
+        problems.add("surplus", tensors[name].name)
     return copies
+
+
+def _targets(
+    name: str, official: Mapping[str, OfficialTensor]
+) -> tuple[list[tuple[str, ...]], bool]:
+    """Published names that a tensor fills, in groups that lie in each other's rows; and whether the
+    groups are the first dim of the tensor, one per expert."""
+    if name in official:
+        return [(name,)], False
+    for suffix, parts in ((FUSED_GATE_UP, ("w1", "w3")), (FUSED_DOWN, ("w2",))):
+        if name.endswith(suffix):
+            prefix = f"{name.removesuffix(suffix)}experts."
+            groups: list[tuple[str, ...]] = []
+            while f"{prefix}{len(groups)}.{parts[0]}.weight" in official:
+                groups.append(tuple(f"{prefix}{len(groups)}.{part}.weight" for part in parts))
+            return groups, True
+    return [], False

@@ -50,7 +50,7 @@ class PublishedTensor:
         if self.stored in _PLAIN_CODES:
             return (StoredPart(self.name, _PLAIN_CODES[self.stored], self.shape),)
         code, packed = ("F8_E4M3", 1) if self.stored == "fp8" else ("I8", 2)
-        weight = StoredPart(self.name, code, (*self.shape[:-1], -(-self.shape[-1] // packed)))
+        weight = StoredPart(self.name, code, (*self.shape[:-1], self.shape[-1] // packed))
         scale_shape = tile_grid(self.shape) if self.stored == "fp8" else block_grid(self.shape)
         return weight, StoredPart(scale_name(self.name), "F8_E8M0", scale_shape)
 
@@ -133,7 +133,9 @@ def _attention_tensors(config: ModelConfig, prefix: str) -> Iterator[PublishedTe
     yield PublishedTensor(f"{prefix}wq_b.weight", (heads_by_dim, rank), "fp8")
     yield PublishedTensor(f"{prefix}wkv.weight", (dim, hidden), "fp8")
     yield PublishedTensor(f"{prefix}kv_norm.weight", (dim,), "bf16")
-    yield PublishedTensor(f"{prefix}wo_a.weight", (low_rank, heads_by_dim // config.o_groups), "fp8")
+    yield PublishedTensor(
+        f"{prefix}wo_a.weight", (low_rank, heads_by_dim // config.o_groups), "fp8"
+    )
     yield PublishedTensor(f"{prefix}wo_b.weight", (hidden, low_rank), "fp8")
 
 
@@ -208,10 +210,9 @@ _RULES = tuple(
         (r"compressor\.kv_norm\.", "compressor.norm."),
         (r"compressor\.position_bias$", "compressor.ape"),
         (r"^ffn\.gate\.e_score_correction_bias$", "ffn.gate.bias"),
-        (r"experts\.gate_up_proj(\.weight)?$", FUSED_GATE_UP),
-        (r"experts\.down_proj(\.weight)?$", FUSED_DOWN),
-        (r"experts\.(gate_up|down)_proj[._](weight_)?scale_inv$", r"experts.\1.scale"),
-        (r"experts\.(gate_up|down)_proj\.scale$", r"experts.\1.scale"),
+        (r"^ffn\.experts\.gate_up_proj(\.weight)?$", f"ffn.{FUSED_GATE_UP}"),
+        (r"^ffn\.experts\.down_proj(\.weight)?$", f"ffn.{FUSED_DOWN}"),
+        (r"^ffn\.experts\.(gate_up|down)_proj[._](weight_)?scale(_inv)?$", r"ffn.experts.\1.scale"),
         (r"experts\.(\d+\.)?gate_proj\.", r"experts.\1w1."),
         (r"experts\.(\d+\.)?down_proj\.", r"experts.\1w2."),
         (r"experts\.(\d+\.)?up_proj\.", r"experts.\1w3."),

@@ -42,7 +42,8 @@ class StoredTensor:
 
     name: str
     dtype: torch.dtype | None
-    """None: a dtype that this library does not know."""
+    """None: one that this library does not know."""
+    dtype_name: str
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
     read_item: Callable[[int], Tensor]
@@ -51,12 +52,18 @@ class StoredTensor:
 
 def stored_in_memory(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
     """Tensors that are there already, in the form of tensors of a file."""
-    return {
-        name: StoredTensor(
-            name, tensor.dtype, tuple(tensor.shape), lambda t=tensor: t, lambda i, t=tensor: t[i]
-        )
-        for name, tensor in tensors.items()
-    }
+    return {name: _in_memory(name, tensor) for name, tensor in tensors.items()}
+
+
+def _in_memory(name: str, tensor: Tensor) -> StoredTensor:
+    return StoredTensor(
+        name,
+        tensor.dtype,
+        str(tensor.dtype),
+        tuple(tensor.shape),
+        lambda: tensor,
+        lambda index: tensor[index],
+    )
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -64,14 +71,18 @@ def weight_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise CheckpointError(f"checkpoint {path}: no such file or folder; give a checkpoint folder")
+        raise CheckpointError(
+            f"checkpoint {path}: no such file or folder; give a checkpoint folder"
+        )
     if (path / INDEX_FILE).is_file():
         return sorted(path / file for file in set(read_index(path / INDEX_FILE).values()))
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"checkpoint {path}: holds no *.safetensors file; download the weights")
+        raise CheckpointError(
+            f"checkpoint {path}: holds no *.safetensors file; download the weights"
+        )
     return files
 
 
@@ -146,6 +157,7 @@ def _describe(handle: Any, file: Path, name: str) -> StoredTensor:
     return StoredTensor(
         name,
         _DTYPES.get(header.get_dtype()),
+        header.get_dtype(),
         tuple(header.get_shape()),
         lambda: guarded(lambda: handle.get_tensor(name)),
         lambda index: guarded(lambda: header[index]),
