@@ -101,9 +101,14 @@ def fits(
     max_requests = 1
     while True:
         changed = attrs.evolve(config, max_requests=max_requests)
-        fit = largest_context(
-            pool_type, changed, model, budget_nbytes=budget_nbytes, extra_nbytes=extra_nbytes
-        )
+        try:
+            fit = largest_context(
+                pool_type, changed, model, budget_nbytes=budget_nbytes, extra_nbytes=extra_nbytes
+            )
+        except ConfigError:
+            if max_requests == 1:
+                raise
+            fit = None  # so many slots are beyond what a pool can address
         if fit is None:
             return tuple(found)
         found.append(fit)

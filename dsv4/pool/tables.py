@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from operator import index
 from typing import ClassVar
 
 import torch
@@ -47,9 +48,9 @@ class TablePool(KVPool):
     @classmethod
     @abstractmethod
     def kv_tables(
-        cls, index: int, layer: LayerConfig, geometry: PoolGeometry, rows: RowFormat
+        cls, number: int, layer: LayerConfig, geometry: PoolGeometry, rows: RowFormat
     ) -> Iterator[TableSpec]:
-        """The tables with the window rows and entries of layer `index`."""
+        """The tables with the window rows and entries of layer `number`."""
 
     @classmethod
     def layout(cls, config: PoolConfig, model: ModelConfig) -> PoolLayout:
@@ -122,7 +123,7 @@ class TablePool(KVPool):
                 )
                 if table.layer is not None and share.region is not None:
                     assert table.format is not None, f"{table.name} is read through a view"
-                    # every layer's WINDOW view has the same rows, so that one index stream serves all layers
+                    # Every layer's WINDOW view has the same rows: one index stream serves all.
                     windows = share.region is Region.WINDOW
                     num_rows = self.geometry.window_rows if windows else table.num_rows
                     view = KVView(storage, num_rows, table.format)
@@ -233,7 +234,7 @@ class TablePool(KVPool):
 
     def begin_forward(self, slots: Sequence[int], query_lengths: Sequence[int]) -> None:
         ends: dict[int, int] = {}
-        for slot, num_tokens in zip(slots, query_lengths, strict=True):
+        for slot, num_tokens in zip(map(index, slots), map(index, query_lengths), strict=True):
             if slot == -1 or num_tokens == 0:
                 continue
             if slot in ends:
@@ -250,6 +251,8 @@ class TablePool(KVPool):
             book.highest = max(book.highest, end)
 
     def commit(self, slot: int, num_tokens: int) -> None:
+        # index: accepted counts come from samplers as tensors or numpy scalars as well.
+        slot, num_tokens = index(slot), index(num_tokens)
         book = self._book(slot)
         length = book.length + num_tokens
         if num_tokens < 0 or length > book.highest:
@@ -261,6 +264,7 @@ class TablePool(KVPool):
         self._set_length(slot, length)
 
     def rollback(self, slot: int, length: int) -> None:
+        slot, length = index(slot), index(length)
         book = self._book(slot)
         lowest = max(0, book.floor, book.highest - self.geometry.in_place_tokens)
         if not lowest <= length <= book.length:

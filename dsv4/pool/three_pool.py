@@ -34,11 +34,11 @@ class ThreePool(TablePool):
 
     @classmethod
     def kv_tables(
-        cls, index: int, layer: LayerConfig, geometry: PoolGeometry, rows: RowFormat
+        cls, number: int, layer: LayerConfig, geometry: PoolGeometry, rows: RowFormat
     ) -> Iterator[TableSpec]:
-        window = window_share(index, geometry)
-        yield rows_table(window.name, index, rows, geometry.window_rows, window)
+        window = window_share(number, geometry)
+        yield rows_table(window.name, number, rows, geometry.window_rows, window)
         if layer.ratio:
-            entries = entries_share(index, layer.ratio, geometry)
+            entries = entries_share(number, layer.ratio, geometry)
             num_rows = geometry.entry_rows(layer.ratio)
-            yield rows_table(entries.name, index, rows, num_rows, entries)
+            yield rows_table(entries.name, number, rows, num_rows, entries)

@@ -36,11 +36,11 @@ class UnifiedPool(TablePool):
 
     @classmethod
     def kv_tables(
-        cls, index: int, layer: LayerConfig, geometry: PoolGeometry, rows: RowFormat
+        cls, number: int, layer: LayerConfig, geometry: PoolGeometry, rows: RowFormat
     ) -> Iterator[TableSpec]:
-        shares = [window_share(index, geometry)]
+        shares = [window_share(number, geometry)]
         num_rows = geometry.window_rows
         if layer.ratio:
-            shares.append(entries_share(index, layer.ratio, geometry))
+            shares.append(entries_share(number, layer.ratio, geometry))
             num_rows += geometry.entry_rows(layer.ratio)
-        yield rows_table(f"layer{index}.kv", index, rows, num_rows, *shares)
+        yield rows_table(f"layer{number}.kv", number, rows, num_rows, *shares)
