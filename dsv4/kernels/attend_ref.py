@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.base import AttentionKernel
-from dsv4.metadata.plans import Source
+from dsv4.metadata.plans import IndexStream, Source
 
 TILE_VALUES = 1 << 20  # gathered values per token tile: 4 MiB in fp32, so that a tile stays in a CPU's L2
 LANE_TILE = 64
@@ -19,18 +19,29 @@ LANE_TILE = 64
 on how wide other tokens' segments are; a tile without rows adds exact zeros."""
 
 
-def gather(source: Source, first: int, last: int, lane_tile: int) -> tuple[Tensor, Tensor]:
-    """Rows of tokens [first, last): values [T, K, D] (zero where none) and validity [T, K]; K a multiple of lane_tile."""
-    stream, num_rows = source.stream, source.view.num_rows
+def padded_rows(stream: IndexStream, first: int, last: int, lane_tile: int) -> Tensor:
+    """Row indices of tokens [first, last) as a matrix [T, K], -1 behind each token's list; K a multiple of lane_tile."""
     width = -(-stream.max_rows // lane_tile) * lane_tile
+    key = (first, last, width)
+    if key in stream.dense:
+        return stream.dense[key]
     start_T1 = stream.indptr_T1[first:last].unsqueeze(1)
     lane_TK = start_T1 + torch.arange(width, dtype=torch.int32, device=start_T1.device)
     inside = lane_TK < stream.indptr_T1[first + 1 : last + 1].unsqueeze(1)
     lane_TK = lane_TK.clamp_(max=max(stream.indices_N.shape[0] - 1, 0))
     row_TK = torch.where(inside, stream.indices_N[lane_TK.long()], -1)
+    if stream.final:
+        stream.dense[key] = row_TK
+    return row_TK
+
+
+def gather(source: Source, first: int, last: int, lane_tile: int) -> tuple[Tensor, Tensor]:
+    """Rows of tokens [first, last): values [T, K, D] (zero where none) and validity [T, K]; K a multiple of lane_tile."""
+    num_rows = source.view.num_rows
+    row_TK = padded_rows(source.stream, first, last, lane_tile)
     fresh_rows = 0 if source.fresh_TD is None else source.fresh_TD.shape[0]
     valid_TK = (row_TK >= 0) & (row_TK < num_rows + fresh_rows)
-    row_TK = torch.where(valid_TK, row_TK, 0)
+    row_TK = row_TK.masked_fill(~valid_TK, 0)
     if source.fresh_TD is None:
         values = source.view.read(row_TK)
     else:

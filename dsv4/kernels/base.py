@@ -65,9 +65,9 @@ class StoreKernel(ABC):
         store_loc_T: Tensor,
         view: KVView,
         rounding: Rounding,
-        fresh_TD: Tensor,
+        fresh_TD: Tensor | None,
     ) -> Tensor:
-        """Normed and rotated queries [T, H, D] in q's dtype. `fresh_TD` may have more than T rows; the first T are written."""
+        """Normed and rotated queries [T, H, D] in q's dtype. `fresh_TD` [T, D] fp32 is None where no chunk can occur."""
 
     @abstractmethod
     def store_tail(self, fresh_TD: Tensor, *, tail_loc_T: Tensor, view: KVView) -> None:
@@ -172,6 +172,15 @@ class LinearKernel(ABC):
         """Group g of every token times weight g -> [T, G, O]."""
 
 
+class MixKernel(ABC):
+    """1. Row softmax plus eps, a column step, then iterations - 1 row and column steps, eps added to every sum. 2. A token's
+    result is a function of its own logits."""
+
+    @abstractmethod
+    def sinkhorn(self, logits_TNN: Tensor, *, iterations: int, eps: float) -> Tensor:
+        """fp32 [T, N, N] -> doubly stochastic, columns normalised last."""
+
+
 class ExpertsKernel(ABC):
     """1. y = sum_k w2 cast(p_k * silu(clamped gate) * clamped up) over a token's experts, fp32, in ascending expert order."""
 
@@ -201,10 +210,11 @@ class KernelSet:
     select: SelectKernel
     attend: AttentionKernel
     linear: LinearKernel
+    mix: MixKernel
     experts: ExpertsKernel
 
     OPS: ClassVar[tuple[str, ...]] = (
-        "rope", "store", "compress", "score", "select", "attend", "linear", "experts",
+        "rope", "store", "compress", "score", "select", "attend", "linear", "mix", "experts",
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def swiglu(gate_up: Tensor, limit: float) -> Tensor:
 
 
 class TorchExperts(ExpertsKernel):
-    """Asks the host for the group sizes: simple and exact, not for graph capture."""
+    """Asks the host which tokens chose an expert: simple and exact, not for graph capture."""
 
     def __init__(self, linear: LinearKernel) -> None:
         self._linear = linear.linear
@@ -39,16 +39,17 @@ class TorchExperts(ExpertsKernel):
         *,
         limit: float,
     ) -> Tensor:
-        topk = chosen_TK.shape[1]
-        order = chosen_TK.flatten().argsort(stable=True)
-        sizes = torch.bincount(chosen_TK.flatten(), minlength=w13_EID.shape[0]).tolist()
-        y_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
+        topk, device = chosen_TK.shape[1], x_TD.device
+        picks_of: dict[int, list[int]] = {}
+        for pick, expert in enumerate(chosen_TK.flatten().tolist()):
+            picks_of.setdefault(expert, []).append(pick)
+        y_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=device)
+        weights = weights_TK.flatten()
         # ascending expert order: the sum of a token's experts is the same in any batch
-        for expert, picks in enumerate(order.split(sizes)):
-            if sizes[expert] == 0:
-                continue
+        for expert in sorted(picks_of):
+            picks = torch.tensor(picks_of[expert], device=device)
             rows = picks // topk
-            gate_up = self._linear(x_TD[rows], w13_EID[expert]).float()
-            inner = swiglu(gate_up, limit) * weights_TK.flatten()[picks].unsqueeze(-1)
+            gate_up = self._linear(x_TD.index_select(0, rows), w13_EID[expert]).float()
+            inner = swiglu(gate_up, limit) * weights.index_select(0, picks).unsqueeze(-1)
             y_TD.index_add_(0, rows, self._linear(inner.to(x_TD.dtype), w2_EDI[expert]).float())
         return y_TD

@@ -46,14 +46,15 @@ class TorchStore(StoreKernel):
         store_loc_T: Tensor,
         view: KVView,
         rounding: Rounding,
-        fresh_TD: Tensor,
+        fresh_TD: Tensor | None,
     ) -> Tensor:
         kv = _ROPE.rotate(normed(kv_TD, eps) * kv_norm, rope)
         rope_dim = 2 * rope.cos_TP.shape[-1]
         kv = rounded(kv, rounding, rope_dim=rope_dim, value_dtype=view.format.value_dtype)
-        fresh_TD[: kv.shape[0]].copy_(view.format.round(kv))
+        if fresh_TD is not None:
+            fresh_TD.copy_(view.format.round(kv))
         view.write(store_loc_T, kv)
         return _ROPE.rotate(normed(q_THD, eps), rope).to(q_THD.dtype)
 
     def store_tail(self, fresh_TD: Tensor, *, tail_loc_T: Tensor, view: KVView) -> None:
-        view.write(tail_loc_T, fresh_TD[: tail_loc_T.shape[0]])
+        view.write(tail_loc_T, fresh_TD)

@@ -12,6 +12,7 @@ from dsv4.kernels.base import KernelFamily, KernelSet
 from dsv4.kernels.compress_ref import TorchCompress
 from dsv4.kernels.experts_ref import TorchExperts
 from dsv4.kernels.linear_ref import TiledLinear, TorchLinear
+from dsv4.kernels.mix_ref import TorchMix
 from dsv4.kernels.rope_ref import TorchRope
 from dsv4.kernels.score_ref import TorchScore
 from dsv4.kernels.select_ref import TorchSelect
@@ -39,5 +40,6 @@ class TorchKernels(KernelFamily):
             select=TorchSelect(),
             attend=TorchAttention(deterministic=deterministic),
             linear=linear,
+            mix=TorchMix(deterministic=deterministic),
             experts=TorchExperts(linear),
         )

@@ -96,9 +96,14 @@ class BatchShape:
     """Upper bound of length + query length over the requests."""
     query_lengths: tuple[int, ...] = ()
     """The host's query lengths: lets a reference kernel walk requests without asking the device."""
+    lengths: tuple[int, ...] | None = None
+    """The host's committed lengths, where they are known to be the device's (no `advance` is pending)."""
 
     def max_closing(self, ratio: int) -> int:
         """Most windows of `ratio` that can close in this forward."""
+        if self.lengths is not None:
+            spans = zip(self.lengths, self.query_lengths, strict=True)
+            return sum((length + n) // ratio - length // ratio for length, n in spans)
         return (self.num_tokens + self.num_requests * (ratio - 1)) // ratio
 
     def max_entries(self, ratio: int) -> int:

@@ -133,7 +133,8 @@ class Filler:
             else:
                 indptr, rows = ref.entry_stream(tokens, visible[ratio], self.entry_rows(ratio), width)
                 indices = put(f"{name}.indices", rows)
-            streams[ratio, topk] = IndexStream(put(f"{name}.indptr", indptr), indices, width)
+            indptr = put(f"{name}.indptr", indptr)
+            streams[ratio, topk] = IndexStream(indptr, indices, width, final=topk == 0)
         return streams, lanes
 
     def _state_loc(self, name: str, tokens: ref.TokenPlan, rows: Tensor, ring_rows: int) -> Tensor:

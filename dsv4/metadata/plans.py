@@ -7,7 +7,7 @@ int32 everywhere; -1 = no row. A row index >= the state's rows addresses this fo
 
 from __future__ import annotations
 
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from dsv4.pool.base import KVView
@@ -32,6 +32,10 @@ class IndexStream:
     """Lanes behind the last token's hold -1."""
     max_rows: int
     """Capacity of one token's list in this batch shape."""
+    final: bool = True
+    """Whether indices are final after fill, the same for all layers; False: select writes them, layer by layer."""
+    dense: dict[tuple[int, int, int], Tensor] = field(factory=dict, repr=False)
+    """Padded forms of a final stream that a kernel made, by (first token, last token, width): made once per forward."""
 
 
 @frozen(eq=False)
@@ -126,8 +130,8 @@ class SelectOutput:
 class Workspace:
     """Scratch that one forward shares between its layers; allocated once from capacities."""
 
-    fresh_TD: Tensor
-    """KV of this forward's tokens, fp32, [max_batch_tokens, head_dim]."""
+    fresh_TD: Tensor | None
+    """KV of this forward's tokens, fp32 [T, head_dim]; None where the batch shape allows no chunk."""
     scores: Tensor
     """Flat fp32 scratch of the score byte budget."""
 

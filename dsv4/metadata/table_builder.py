@@ -103,6 +103,7 @@ class TableMetadataBuilder(MetadataBuilder):
             max_query_tokens=max(batch.query_lengths, default=0),
             max_length=max((a + b for a, b in zip(lengths, reach, strict=True)), default=0),
             query_lengths=batch.query_lengths,
+            lengths=None if any(ahead) else tuple(lengths),
         )
         self._batch = batch
         starts = [0]
@@ -145,8 +146,9 @@ class TableMetadataBuilder(MetadataBuilder):
             raise BatchError("fill: no batch; call prepare(batch) first")
         shared = self._filler.fill(self._shape)
         scratch, tokens = self._scratch.tensors, self._shape.num_tokens
+        chunks = self._shape.max_query_tokens > self._geometry.in_place_tokens
         workspace = Workspace(
-            fresh_TD=scratch["fresh"].view(-1, self._model.head_dim)[:tokens],
+            fresh_TD=scratch["fresh"].view(-1, self._model.head_dim)[:tokens] if chunks else None,
             scores=scratch["scores"],
         )
         request_slots = self._buffers.view("slots", self._shape.num_requests)

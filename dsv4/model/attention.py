@@ -65,7 +65,7 @@ class MQALayer(OfficialModule):
         kernels.attend.attend(
             q_THC, meta.sources, self.attn_sink, scale=cfg.softmax_scale, out_THD=out_THC
         )
-        if meta.tail_loc_T is not None:
+        if meta.tail_loc_T is not None and meta.workspace.fresh_TD is not None:
             kernels.store.store_tail(
                 meta.workspace.fresh_TD, tail_loc_T=meta.tail_loc_T, view=meta.window_view
             )

@@ -31,16 +31,6 @@ def stream_statistics(
     return streams32_TND, kernels.linear.linear(flat, fn) * scale
 
 
-def sinkhorn(logits_TNN: Tensor, *, iterations: int, eps: float) -> Tensor:
-    """Doubly stochastic [T, N, N]: row softmax, then column and row normalisation in turn, columns last."""
-    comb = torch.softmax(logits_TNN, -1).add_(eps)
-    comb = comb / comb.sum(-2, keepdim=True).add_(eps)
-    for _ in range(iterations - 1):
-        comb = comb / comb.sum(-1, keepdim=True).add_(eps)
-        comb = comb / comb.sum(-2, keepdim=True).add_(eps)
-    return comb
-
-
 def weighted_sum(weights_TN: Tensor, streams_TND: Tensor) -> Tensor:
     return torch.bmm(weights_TN.unsqueeze(1), streams_TND).squeeze(1)
 
@@ -63,7 +53,9 @@ class HyperConnection(OfficialModule):
         pre_TN = sigmoid(z[:, :n] * self.scale[0] + self.base[:n]) + cfg.hc_eps
         post_TN = 2 * sigmoid(z[:, n : 2 * n] * self.scale[1] + self.base[n : 2 * n])
         logits = (z[:, 2 * n :] * self.scale[2] + self.base[2 * n :]).view(-1, n, n)
-        comb = sinkhorn(logits, iterations=cfg.hc_sinkhorn_iters, eps=cfg.hc_eps)
+        comb = kernels.mix.sinkhorn(
+            logits, iterations=cfg.hc_sinkhorn_iters, eps=cfg.hc_eps
+        )
         return weighted_sum(pre_TN, streams32).to(streams_TND.dtype), post_TN, comb
 
     @staticmethod
