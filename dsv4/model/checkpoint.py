@@ -22,7 +22,7 @@ from dsv4.model.tensor_names import FUSED_DOWN, FUSED_GATE_UP, official_name, sc
 from dsv4.model.weight_files import StoredTensor, open_weights, stored_in_memory
 from dsv4.quant import decode_e8m0, dequantize_fp4, dequantize_tiles, unpack_fp4
 
-__all__ = ["WeightHolder", "load_tensors", "load_weights", "save_checkpoint"]
+__all__ = ["WeightHolder", "has_drafts", "load_tensors", "load_weights", "save_checkpoint"]
 
 _log = get_logger(__name__)
 
@@ -53,6 +53,16 @@ def load_tensors(
 ) -> None:
     """`load_weights` from tensors in memory, by name."""
     _load(decoder, stored_in_memory(tensors), "tensors", ignore_drafts)
+
+
+def has_drafts(path: str | Path) -> bool:
+    """Whether a checkpoint holds draft (MTP) weights; CheckpointError for an unreadable file."""
+    with open_weights(Path(path)) as stored:
+        return any(_is_draft(official_name(name)) for name in stored)
+
+
+def _is_draft(name: str) -> bool:
+    return name.startswith("mtp.")
 
 
 @frozen(eq=False)
@@ -90,11 +100,11 @@ def _load(
     decoder: WeightHolder, stored: Mapping[str, StoredTensor], source: str, ignore_drafts: bool
 ) -> None:
     official, problems = decoder.official_tensors(), Problems()
-    has_drafts = any(name.startswith("mtp.") for name in official)
+    skip_drafts = ignore_drafts and not any(map(_is_draft, official))
     tensors: dict[str, StoredTensor] = {}
     for tensor in stored.values():
         name = official_name(tensor.name)
-        if ignore_drafts and not has_drafts and name.startswith("mtp."):
+        if skip_drafts and _is_draft(name):
             continue
         if name in tensors:
             problems.add("given twice", f"{tensors[name].name} and {tensor.name}")

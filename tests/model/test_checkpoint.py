@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError
-from dsv4.model.checkpoint import load_tensors, load_weights, save_checkpoint
+from dsv4.model.checkpoint import has_drafts, load_tensors, load_weights, save_checkpoint
 from dsv4.model.decoder import Decoder
 from dsv4.model.official import OfficialTensor
 from dsv4.model.tensor_names import official_name, published_tensors
@@ -214,6 +214,11 @@ def test_draft_weights_of_a_model_without_drafts_are_surplus_unless_ignored(gold
     with pytest.raises(CheckpointError, match=r"surplus \(1\): mtp\.0\.e_proj\.weight"):
         load_tensors(decoder, stored)
     load_tensors(decoder, stored, ignore_drafts=True)
+
+
+def test_a_checkpoint_tells_whether_it_holds_drafts(golden: Path) -> None:
+    assert has_drafts(golden / "tiny" / "mtp.safetensors")
+    assert not has_drafts(golden / "tiny" / "weights.safetensors")
 
 
 def test_unfused_transformers_experts_load_too() -> None:
