@@ -137,6 +137,21 @@ def test_provisional_tokens_of_the_source_do_not_reach_the_fork(family: type[Tab
 
 
 @families
+def test_a_fork_has_overwritten_what_its_source_has(family: type[TablePool]) -> None:
+    pool = make_pool(family, in_place_tokens=4)
+    slot = pool.acquire()
+    pool.reserve(slot, 30)
+    tokens = extend(pool, slot, [], range(20))
+    feed(pool, slot, tokens, [1, 2, 3])
+    fork = pool.fork(slot)
+    for branch in (slot, fork):
+        with pytest.raises(RollbackError, match="possible is 19 and up .written up to 23"):
+            pool.rollback(branch, 18)
+        pool.rollback(branch, 19)
+        check(pool, branch, tokens[:19], provisional=True)
+
+
+@families
 def test_forks_of_forks_share_on(family: type[TablePool]) -> None:
     pool = make_pool(family, small_model(drafts=0), max_requests=6, num_pages=10)
     slots = [pool.acquire()]
