@@ -145,7 +145,7 @@ def test_a_fork_has_overwritten_what_its_source_has(family: type[TablePool]) -> 
     feed(pool, slot, tokens, [1, 2, 3])
     fork = pool.fork(slot)
     for branch in (slot, fork):
-        with pytest.raises(RollbackError, match="possible is 19 and up .written up to 23"):
+        with pytest.raises(RollbackError, match=r"possible is 19 and up .written up to 23"):
             pool.rollback(branch, 18)
         pool.rollback(branch, 19)
         check(pool, branch, tokens[:19], provisional=True)
