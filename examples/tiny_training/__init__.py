@@ -1,0 +1,1 @@
+"""Training of the shipped tiny checkpoint: data, a dense differentiable forward, losses and the training loop."""
