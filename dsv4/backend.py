@@ -96,19 +96,21 @@ def build_kernels(model: ModelConfig, config: BackendConfig, device: torch.devic
     """The configured set with its overrides; `auto` takes the first of PREFERENCE that can run."""
     name = kernels_from_env(config.kernels)
     if name == "auto":
-        name = next(n for n, reason in reasons(model, config.pool, device).items() if reason is None)
+        name = next(
+            n for n, reason in reasons(model, config.pool, device).items() if reason is None
+        )
     kernel_set = _usable(name, model, config, device).build(deterministic=config.deterministic)
     replaced = {
-        op: getattr(_usable(other, model, config, device).build(deterministic=config.deterministic), op)
+        op: getattr(
+            _usable(other, model, config, device).build(deterministic=config.deterministic), op
+        )
         for op, other in config.overrides.items()
         if _known_op(op)
     }
     return attrs.evolve(kernel_set, **replaced)
 
 
-def reasons(
-    model: ModelConfig, pool: PoolConfig, device: torch.device
-) -> dict[str, str | None]:
+def reasons(model: ModelConfig, pool: PoolConfig, device: torch.device) -> dict[str, str | None]:
     """Why each kernel set of PREFERENCE that is installed cannot run; None = it can."""
     names = [n for n in PREFERENCE if n in registry.kernel_set_names()]
     return {n: registry.kernel_family(n).why_not(device, model, pool) for n in names}

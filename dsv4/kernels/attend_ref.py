@@ -13,14 +13,16 @@ from torch import Tensor
 from dsv4.kernels.base import AttentionKernel
 from dsv4.metadata.plans import IndexStream, Source
 
-TILE_VALUES = 1 << 20  # gathered values per token tile: 4 MiB in fp32, so that a tile stays in a CPU's L2
+TILE_VALUES = (
+    1 << 20
+)  # gathered values per token tile: 4 MiB in fp32, so that a tile stays in a CPU's L2
 LANE_TILE = 64
 """Lanes per matrix product in deterministic mode. A segment starts on a tile border, so a token's tiles do not depend
 on how wide other tokens' segments are; a tile without rows adds exact zeros."""
 
 
 def padded_rows(stream: IndexStream, first: int, last: int, lane_tile: int) -> Tensor:
-    """Row indices of tokens [first, last) as a matrix [T, K], -1 behind each token's list; K a multiple of lane_tile."""
+    """Row indices of tokens [first, last) as [T, K], -1 behind each token's list; K a multiple of lane_tile."""
     width = -(-stream.max_rows // lane_tile) * lane_tile
     key = (first, last, width)
     if key in stream.dense:
@@ -36,7 +38,7 @@ def padded_rows(stream: IndexStream, first: int, last: int, lane_tile: int) -> T
 
 
 def gather(source: Source, first: int, last: int, lane_tile: int) -> tuple[Tensor, Tensor]:
-    """Rows of tokens [first, last): values [T, K, D] (zero where none) and validity [T, K]; K a multiple of lane_tile."""
+    """Rows of tokens [first, last): values [T, K, D], zero where none, and validity [T, K]."""
     num_rows = source.view.num_rows
     row_TK = padded_rows(source.stream, first, last, lane_tile)
     fresh_rows = 0 if source.fresh_TD is None else source.fresh_TD.shape[0]
@@ -47,7 +49,9 @@ def gather(source: Source, first: int, last: int, lane_tile: int) -> tuple[Tenso
     else:
         is_fresh = row_TK >= num_rows
         fresh = source.fresh_TD[torch.where(is_fresh, row_TK - num_rows, 0).long()]
-        values = torch.where(is_fresh.unsqueeze(-1), fresh, source.view.read(torch.where(is_fresh, 0, row_TK)))
+        values = torch.where(
+            is_fresh.unsqueeze(-1), fresh, source.view.read(torch.where(is_fresh, 0, row_TK))
+        )
     # whatever a lane that is no row read (poison included) must not reach the products
     return values.masked_fill_(~valid_TK.unsqueeze(-1), 0.0), valid_TK
 
@@ -79,7 +83,9 @@ class TorchAttention(AttentionKernel):
                 continue
             values = torch.cat([v for v, _ in parts], 1) if len(parts) > 1 else parts[0][0]
             valid = torch.cat([v for _, v in parts], 1) if len(parts) > 1 else parts[0][1]
-            out, lse = self._softmax(q_THD[first:last].to(values.dtype), values, valid, sink_H, scale)
+            out, lse = self._softmax(
+                q_THD[first:last].to(values.dtype), values, valid, sink_H, scale
+            )
             out_THD[first:last] = out
             if lse_TH is not None:
                 lse_TH[first:last] = lse
@@ -102,8 +108,11 @@ class TorchAttention(AttentionKernel):
         for t in tiles:
             part = torch.bmm(weights_THK[:, :, t], values_TKD[:, t])
             mass = weights_THK[:, :, t].sum(-1, keepdim=True)
-            total, out = (mass, part) if total is None or out is None else (total + mass, out + part)
-        assert total is not None and out is not None
+            total, out = (
+                (mass, part) if total is None or out is None else (total + mass, out + part)
+            )
+        assert total is not None
+        assert out is not None
         # equal infinities differ by NaN, but weigh exactly one
         sink_mass = torch.where(sink_H1 == shift_TH1, 1.0, torch.exp(sink_H1 - shift_TH1))
         mass_TH1 = total + sink_mass

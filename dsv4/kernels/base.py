@@ -49,8 +49,10 @@ class RopeKernel(ABC):
 
 
 class StoreKernel(ABC):
-    """1. Queries: per-head RMS norm without weight, then RoPE. 2. KV: RMSNorm, RoPE, rounding, then the row format's own rounding.
-    3. `fresh` holds exactly what reading the stored row gives back. 4. Rows are written only where loc is a row of the view.
+    """1. Queries: per-head RMS norm without weight, then RoPE.
+    2. KV: RMSNorm, RoPE, rounding, then the row format's own rounding.
+    3. `fresh` holds exactly what reading the stored row gives back.
+    4. Rows are written only where loc is a row of the view.
     5. No other byte of the table changes."""
 
     @abstractmethod
@@ -67,7 +69,7 @@ class StoreKernel(ABC):
         rounding: Rounding,
         fresh_TD: Tensor | None,
     ) -> Tensor:
-        """Normed and rotated queries [T, H, D] in q's dtype. `fresh_TD` [T, D] fp32 is None where no chunk can occur."""
+        """Normed and rotated queries [T, H, D] in q's dtype. `fresh_TD` [T, D] fp32; None where no chunk can occur."""
 
     @abstractmethod
     def store_tail(self, fresh_TD: Tensor, *, tail_loc_T: Tensor, view: KVView) -> None:
@@ -130,8 +132,9 @@ class ScoreKernel(ABC):
 
 
 class SelectKernel(ABC):
-    """1. Per token, the rows of the min(K, n_vis) best entries, in ascending entry order. 2. NaN and -inf sort last, the lower
-    entry wins a tie. 3. Every lane that belongs to the tokens is written, -1 behind a token's picks."""
+    """1. Per token, the rows of the min(K, n_vis) best entries, in ascending entry order.
+    2. NaN and -inf sort last, the lower entry wins a tie.
+    3. Every lane that belongs to the tokens is written, -1 behind a token's picks."""
 
     @abstractmethod
     def select(
@@ -140,7 +143,8 @@ class SelectKernel(ABC):
 
 
 class AttentionKernel(ABC):
-    """1. One softmax over the rows of all sources. 2. The sink enters the denominator once. 3. A token without rows: output 0, lse -inf.
+    """1. One softmax over the rows of all sources. 2. The sink enters the denominator once.
+    3. A token without rows: output 0, lse -inf.
     4. An index outside [0, rows + fresh) is no row, whatever its value. 5. Every output lane is written.
     6. A token's result depends on its own rows alone."""
 
@@ -173,8 +177,8 @@ class LinearKernel(ABC):
 
 
 class MixKernel(ABC):
-    """1. Row softmax plus eps, a column step, then iterations - 1 row and column steps, eps added to every sum. 2. A token's
-    result is a function of its own logits."""
+    """1. Row softmax plus eps, a column step, then iterations - 1 row and column steps, eps added to every sum.
+    2. A token's result is a function of its own logits."""
 
     @abstractmethod
     def sinkhorn(self, logits_TNN: Tensor, *, iterations: int, eps: float) -> Tensor:
@@ -182,7 +186,8 @@ class MixKernel(ABC):
 
 
 class ExpertsKernel(ABC):
-    """1. y = sum_k w2 cast(p_k * silu(clamped gate) * clamped up) over a token's experts, fp32, in ascending expert order."""
+    """1. y = sum_k w2 cast(p_k * silu(clamped gate) * clamped up) over a token's experts.
+    2. The sum is fp32, in ascending expert order."""
 
     @abstractmethod
     def experts(

@@ -1,7 +1,7 @@
 """Compress: pool the tokens of each closing window into one entry (spec/architecture.md 3.5).
 
-Legend: T tokens, E closing windows, S fold segments (E, then one per request), J fold steps, M pooled tokens (2 * ratio),
-C channels of `kv` or `gate` as projected, D channels of an entry.
+Legend: T tokens, E closing windows, S fold segments (E, then one per request), J fold steps,
+M pooled tokens (2 * ratio), C channels of `kv` or `gate` as projected, D channels of an entry.
 """
 
 from __future__ import annotations
@@ -112,11 +112,11 @@ class TorchCompress(CompressKernel):
             write_entries(
                 pooled, norm=norm, eps=eps, rope=plan.entry_rope, target=target, rounding=rounding
             )
-        advanced = torch.cat([*(part[num_closing:] for part in state), plan.folded_B[:, None].float()], -1)
-        done = (folded_S[num_closing:] >= plan.folded_B).unsqueeze(1)
-        accumulators.write(
-            plan.accumulator_loc_B, torch.where(done, old[num_closing:], advanced)
+        advanced = torch.cat(
+            [*(part[num_closing:] for part in state), plan.folded_B[:, None].float()], -1
         )
+        done = (folded_S[num_closing:] >= plan.folded_B).unsqueeze(1)
+        accumulators.write(plan.accumulator_loc_B, torch.where(done, old[num_closing:], advanced))
         target.state_view.write(plan.state_loc_T, own_TC)
 
     @staticmethod

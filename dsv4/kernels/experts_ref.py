@@ -43,13 +43,22 @@ class TorchExperts(ExpertsKernel):
         picks_of: dict[int, list[int]] = {}
         for pick, expert in enumerate(chosen_TK.flatten().tolist()):
             picks_of.setdefault(expert, []).append(pick)
-        y_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=device)
-        weights = weights_TK.flatten()
         # ascending expert order: the sum of a token's experts is the same in any batch
-        for expert in sorted(picks_of):
-            picks = torch.tensor(picks_of[expert], device=device)
-            rows = picks // topk
-            gate_up = self._linear(x_TD.index_select(0, rows), w13_EID[expert]).float()
-            inner = swiglu(gate_up, limit) * weights.index_select(0, picks).unsqueeze(-1)
-            y_TD.index_add_(0, rows, self._linear(inner.to(x_TD.dtype), w2_EDI[expert]).float())
-        return y_TD
+        used = sorted(picks_of)
+        sizes = [len(picks_of[e]) for e in used]
+        picks = torch.tensor(
+            [p for e in used for p in picks_of[e]], dtype=torch.int64, device=device
+        )
+        rows = picks // topk
+        gate_up = self._grouped(x_TD.index_select(0, rows), sizes, used, w13_EID)
+        inner = swiglu(gate_up, limit) * weights_TK.flatten().index_select(0, picks).unsqueeze(-1)
+        out = self._grouped(inner.to(x_TD.dtype), sizes, used, w2_EDI)
+        y_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=device)
+        return y_TD.index_add_(0, rows, out)
+
+    def _grouped(self, x: Tensor, sizes: list[int], used: list[int], weight_EOK: Tensor) -> Tensor:
+        """Consecutive runs of rows, each times its expert's weight; fp32."""
+        if not used:
+            return x.new_zeros(0, weight_EOK.shape[1], dtype=torch.float32)
+        runs = zip(x.split(sizes), used, strict=True)
+        return torch.cat([self._linear(run, weight_EOK[e]) for run, e in runs]).float()

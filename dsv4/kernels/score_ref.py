@@ -40,6 +40,26 @@ def tiled_scores_of(q_THD: Tensor, weights_TH: Tensor, keys: Tensor) -> Tensor:
     return out_TN[:, :num_keys]
 
 
+def key_rows(inputs: ScoreInputs, slots: Tensor, part: slice) -> Tensor:
+    """[slots in part, N] legal key rows; what is no entry reads row 0 and is masked afterwards."""
+    key = ("rows", slots.data_ptr(), part.start, part.stop)
+    if key not in inputs.derived:
+        entry_N = torch.arange(inputs.max_entries, dtype=torch.int32, device=slots.device)
+        rows = inputs.keys.rows(slots[part].unsqueeze(1), entry_N)
+        inputs.derived[key] = rows.clamp_(min=0)
+    return inputs.derived[key]
+
+
+def hidden_entries(inputs: ScoreInputs, tokens: slice) -> Tensor:
+    """bool [T, N]: entries past n_vis."""
+    key = ("hidden", tokens.start, tokens.stop)
+    if key not in inputs.derived:
+        visible_T1 = inputs.num_visible_T[tokens].unsqueeze(1)
+        entry_N = torch.arange(inputs.max_entries, dtype=torch.int32, device=visible_T1.device)
+        inputs.derived[key] = entry_N >= visible_T1
+    return inputs.derived[key]
+
+
 class TorchScore(ScoreKernel):
     def __init__(self, *, deterministic: bool = False) -> None:
         self._scores = tiled_scores_of if deterministic else scores_of
@@ -56,23 +76,19 @@ class TorchScore(ScoreKernel):
         first_token: int,
         out_TN: Tensor,
     ) -> None:
-        num_tokens = q_THD.shape[0]
-        entry_N = torch.arange(inputs.max_entries, dtype=torch.int32, device=q_THD.device)
+        tokens = slice(first_token, first_token + q_THD.shape[0])
         if max(inputs.query_lengths, default=0) <= 1:
-            slots = inputs.slot_T[first_token : first_token + num_tokens]
-            rows = inputs.keys.rows(slots.unsqueeze(1), entry_N)
-            out_TN.copy_(self._scores(q_THD, weights_TH, inputs.view.read(rows.clamp_(min=0))))
+            keys = inputs.view.read(key_rows(inputs, inputs.slot_T, tokens))
+            out_TN.copy_(self._scores(q_THD, weights_TH, keys))
         else:
-            self._score_runs(q_THD, weights_TH, inputs, entry_N, first_token, out_TN)
-        visible = inputs.num_visible_T[first_token : first_token + num_tokens].unsqueeze(1)
-        out_TN.masked_fill_(entry_N >= visible, -torch.inf)
+            self._score_runs(q_THD, weights_TH, inputs, first_token, out_TN)
+        out_TN.masked_fill_(hidden_entries(inputs, tokens), -torch.inf)
 
     def _score_runs(
         self,
         q_THD: Tensor,
         weights_TH: Tensor,
         inputs: ScoreInputs,
-        entry_N: Tensor,
         first_token: int,
         out_TN: Tensor,
     ) -> None:
@@ -84,6 +100,6 @@ class TorchScore(ScoreKernel):
             run = slice(max(start - first_token, 0), min(end - first_token, q_THD.shape[0]))
             if run.start >= run.stop:
                 continue
-            rows_N = inputs.keys.rows(inputs.request_slots_B[request], entry_N)
-            keys_ND = inputs.view.read(rows_N.clamp_(min=0))
+            one = slice(request, request + 1)
+            keys_ND = inputs.view.read(key_rows(inputs, inputs.request_slots_B, one)[0])
             out_TN[run] = self._scores(q_THD[run], weights_TH[run], keys_ND)

@@ -48,13 +48,17 @@ class TorchStore(StoreKernel):
         rounding: Rounding,
         fresh_TD: Tensor | None,
     ) -> Tensor:
-        kv = _ROPE.rotate(normed(kv_TD, eps) * kv_norm, rope)
+        # queries and KV share norm and rotation: one pass over [T, H + 1, D]
+        heads = normed(torch.cat([q_THD, kv_TD.unsqueeze(1)], dim=1), eps)
+        heads[:, -1] *= kv_norm
+        heads = _ROPE.rotate(heads, rope)
+        kv = heads[:, -1]
         rope_dim = 2 * rope.cos_TP.shape[-1]
         kv = rounded(kv, rounding, rope_dim=rope_dim, value_dtype=view.format.value_dtype)
         if fresh_TD is not None:
             fresh_TD.copy_(view.format.round(kv))
         view.write(store_loc_T, kv)
-        return _ROPE.rotate(normed(q_THD, eps), rope).to(q_THD.dtype)
+        return heads[:, :-1].to(q_THD.dtype)
 
     def store_tail(self, fresh_TD: Tensor, *, tail_loc_T: Tensor, view: KVView) -> None:
         view.write(tail_loc_T, fresh_TD)

@@ -85,8 +85,8 @@ class ForwardBatch:
 
 @frozen(kw_only=True)
 class BatchShape:
-    """Everything about a batch that may decide a shape, a stride or a branch. Under graph capture these are the bucket's
-    capacities; eagerly they are the batch's own numbers. Tensors never decide a shape."""
+    """Everything about a batch that may decide a shape, a stride or a branch. Under graph capture these are the
+    bucket's capacities; eagerly they are the batch's own numbers. Tensors never decide a shape."""
 
     num_tokens: int
     num_requests: int
@@ -111,5 +111,7 @@ class BatchShape:
         return self.max_length // ratio
 
     def fold_steps(self, ratio: int, in_place_tokens: int) -> int:
-        """Most tokens that one fold segment takes: own tokens and the D raw rows, never more than a window."""
-        return min(ratio, in_place_tokens + self.max_query_tokens)
+        """Most tokens that one fold segment takes, never more than a window: an accumulator takes as many as arrive, a
+        closing window also the D raw rows before them."""
+        raw = in_place_tokens if self.max_closing(ratio) else 0
+        return min(ratio, raw + self.max_query_tokens)

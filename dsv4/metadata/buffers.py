@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 
@@ -12,6 +13,9 @@ from torch import Tensor
 from dsv4.config import LayerKind, ModelConfig
 from dsv4.metadata.batch import BatchShape
 from dsv4.pool.geometry import PoolGeometry
+
+MAX_VIEWS = 4096
+"""Remembered views of a builder; a batch shape needs some 60."""
 
 
 @frozen
@@ -109,16 +113,18 @@ class Buffers:
             for name, spec in specs.items()
         }
         self.computed: Counter[str] = Counter()
+        self._views: dict[tuple[object, ...], Tensor] = {}
 
     def put(self, name: str, value: Tensor) -> Tensor:
         """Copy `value` into the buffer's prefix; returns the prefix in value's shape."""
-        view = self.tensors[name][: value.numel()].view(value.shape)
-        view.copy_(value)
         self.computed[name] += 1
-        return view
+        return self.view(name, *value.shape).copy_(value)
 
     def view(self, name: str, *shape: int) -> Tensor:
-        numel = 1
-        for extent in shape:
-            numel *= extent
-        return self.tensors[name][:numel].view(shape)
+        """The buffer's prefix in `shape`; the same tensor object for the same shape."""
+        key = (name, *shape)
+        if key not in self._views:
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
+            self._views[key] = self.tensors[name][: math.prod(shape)].view(shape)
+        return self._views[key]

@@ -1,4 +1,4 @@
-"""Orchestrates one fill: runs the address functions of `fill_ref` once each and puts their results into fixed buffers."""
+"""One fill: runs the address functions of `fill_ref` once each and puts their results into fixed buffers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ class Filler:
             positions_T=put("positions", tokens.positions_T),
             swa_loc_T=swa_loc_T,
             store_loc_T=put("store_loc", torch.where(tokens.fresh_T, -1, swa_loc_T)),
-            tail_loc_T=put("tail_loc", torch.where(tokens.fresh_T, swa_loc_T, -1)) if chunks else None,
+            tail_loc_T=put("tail_loc", torch.where(tokens.fresh_T, swa_loc_T, -1))
+            if chunks
+            else None,
             window_stream=self._window(tokens, shape),
             entry_streams=streams,
             select_lanes=lanes,
@@ -98,13 +100,15 @@ class Filler:
             entry_locs=entry_locs,
             index_locs=index_locs,
             ropes={
-                key: self._rope(name, tokens.positions_T, self._frequencies[key])  # type: ignore[index]
+                key: self._rope(name, tokens.positions_T, self._frequencies[key])
                 for name, key in rope_names(model).items()
             },
             last_row_B=put("last_row", ref.last_rows(inputs)),
         )
 
-    def _rope(self, name: str, positions: Tensor, frequencies: Tensor, prefix: str = "") -> RopeTable:
+    def _rope(
+        self, name: str, positions: Tensor, frequencies: Tensor, prefix: str = ""
+    ) -> RopeTable:
         table = rope_table(positions, frequencies)
         return RopeTable(
             self._buffers.put(f"{name}.{prefix}cos", table.cos_TP),
@@ -131,7 +135,9 @@ class Filler:
                 lanes[ratio, topk] = put(f"{name}.lanes", lane_TK)
                 indices = self._buffers.view(f"{name}.indices", shape.num_tokens * width)
             else:
-                indptr, rows = ref.entry_stream(tokens, visible[ratio], self.entry_rows(ratio), width)
+                indptr, rows = ref.entry_stream(
+                    tokens, visible[ratio], self.entry_rows(ratio), width
+                )
                 indices = put(f"{name}.indices", rows)
             indptr = put(f"{name}.indptr", indptr)
             streams[ratio, topk] = IndexStream(indptr, indices, width, final=topk == 0)

@@ -1,6 +1,7 @@
 """Fill in plain torch: every shared tensor of a forward from slots, query starts and live lengths.
 
-Legend: T tokens, B requests, E closing windows, S fold segments, J fold steps, M pooled tokens, N stream lanes, K picks.
+Legend: T tokens, B requests, E closing windows, S fold segments, J fold steps, M pooled tokens, N stream lanes,
+K picks.
 Shapes depend on the BatchShape alone; values live on the device. A request index of B is the sentinel behind the last
 request: slot -1, no tokens. All results are int32, -1 = no row.
 """
@@ -44,7 +45,9 @@ class TokenPlan:
     """bool: the token belongs to a live slot."""
 
 
-def live_requests(slots: Tensor, starts: Tensor, query_lengths: Tensor, lengths: Tensor) -> RequestInputs:
+def live_requests(
+    slots: Tensor, starts: Tensor, query_lengths: Tensor, lengths: Tensor
+) -> RequestInputs:
     """Reads the pool's lengths of THIS forward; padding requests have length 0 and no tokens of their own."""
     alive = slots >= 0
     committed = torch.where(alive, lengths[slots.clamp(min=0).long()], 0)
@@ -116,7 +119,9 @@ def window_stream(
     return indptr, torch.where(used_N, row_N, -1)
 
 
-def entry_stream(tokens: TokenPlan, visible_T: Tensor, rows: PagedRows, max_rows: int) -> tuple[Tensor, Tensor]:
+def entry_stream(
+    tokens: TokenPlan, visible_T: Tensor, rows: PagedRows, max_rows: int
+) -> tuple[Tensor, Tensor]:
     """(indptr, indices): all visible entries of each token, ascending (HCA)."""
     indptr = prefix_sums(visible_T)
     owner_N, entry_N, used_N = _lanes(indptr, visible_T.shape[0] * max_rows)
@@ -150,6 +155,9 @@ class ClosingPlan:
 
 def closing_windows(inputs: RequestInputs, ratio: int, max_closing: int) -> ClosingPlan:
     """Window w of a request closes iff its last token is one of this forward's."""
+    if max_closing == 0:
+        none = torch.empty(0, dtype=torch.int32, device=inputs.slots.device)
+        return ClosingPlan(request_E=none.long(), entry_E=none, valid_E=none.bool())
     first_B = inputs.lengths // ratio
     live_B = inputs.slots >= 0
     count_B = torch.where(live_B, (inputs.lengths + inputs.query_lengths) // ratio - first_B, 0)
@@ -168,6 +176,8 @@ def closing_windows(inputs: RequestInputs, ratio: int, max_closing: int) -> Clos
 
 def entry_loc(inputs: RequestInputs, closing: ClosingPlan, rows: PagedRows) -> Tensor:
     """Row that each closing window's entry is written to."""
+    if closing.entry_E.shape[0] == 0:
+        return closing.entry_E
     row_E = rows.rows(inputs.slots[closing.request_E], closing.entry_E)
     return torch.where(closing.valid_E, row_E, -1)
 
@@ -186,6 +196,8 @@ def overlap_source(
     inputs: RequestInputs, closing: ClosingPlan, ratio: int, geometry: PoolGeometry
 ) -> Tensor:
     """[E, M] raw rows of the previous and the own window of each closing CSA window, in token order."""
+    if closing.entry_E.shape[0] == 0:
+        return closing.entry_E.new_empty(0, 2 * ratio)
     offset_M = torch.arange(2 * ratio, dtype=torch.int32, device=inputs.slots.device)
     position_EM = ratio * (closing.entry_E.unsqueeze(1) - 1) + offset_M
     request_E1 = closing.request_E.unsqueeze(1)

@@ -84,7 +84,9 @@ class ForwardMetadata:
     def shared(self) -> SharedTensors:
         """The tensors of the latest fill."""
         if self._shared is None:
-            raise StaleMetadataError("metadata was never filled; call prepare(batch) and fill() first")
+            raise StaleMetadataError(
+                "metadata was never filled; call prepare(batch) and fill() first"
+            )
         return self._shared
 
     @property
@@ -107,7 +109,8 @@ class ForwardMetadata:
         """The accessor of one layer. `epoch` is what fill returned; another one raises StaleMetadataError."""
         if epoch != self._epoch or self._shared is None:
             raise StaleMetadataError(
-                f"layer {layer}: metadata is at epoch {self._epoch}, asked for {epoch}; use the epoch of the latest fill()"
+                f"layer {layer}: metadata is at epoch {self._epoch}, asked for {epoch}; "
+                "use the epoch of the latest fill()"
             )
         return LayerMetadata(self, layer, epoch, self._layers[layer])
 

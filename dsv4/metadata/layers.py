@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from dsv4.config import LayerConfig, LayerKind
@@ -22,8 +24,9 @@ def layer_tensors(
     pool: KVPool, shared: SharedTensors, workspace: Workspace, request_slots_B: Tensor
 ) -> tuple[LayerTensors, ...]:
     """One LayerTensors per row of the model's layer table, drafts included."""
+    derived: dict[int, dict[object, Tensor]] = {ratio: {} for ratio in shared.num_visible}
     return tuple(
-        _one_layer(pool, index, layer, shared, workspace, request_slots_B)
+        _one_layer(pool, index, layer, shared, workspace, request_slots_B, derived)
         for index, layer in enumerate(pool.model.layers)
     )
 
@@ -35,6 +38,7 @@ def _one_layer(
     shared: SharedTensors,
     workspace: Workspace,
     request_slots_B: Tensor,
+    derived: Mapping[int, dict[object, Tensor]],
 ) -> LayerTensors:
     window = Source(
         pool.view(index, Region.WINDOW), shared.window_stream, fresh_TD=workspace.fresh_TD
@@ -53,7 +57,8 @@ def _one_layer(
             entry_view=pool.view(index, Region.INDEX),
             entry_loc_E=shared.index_locs[layer.ratio],
         )
-        score = _score_inputs(pool, index, layer, shared, workspace, request_slots_B)
+        made = derived[layer.ratio]
+        score = _score_inputs(pool, layer, shared, workspace, request_slots_B, made)
         output = SelectOutput(
             stream=sources[1].stream,
             lane_TK=shared.select_lanes[layer.ratio, layer.index_topk],
@@ -96,11 +101,11 @@ def _main_target(
 
 def _score_inputs(
     pool: KVPool,
-    index: int,
     layer: LayerConfig,
     shared: SharedTensors,
     workspace: Workspace,
     request_slots_B: Tensor,
+    derived: dict[object, Tensor],
 ) -> ScoreInputs:
     width = shared.shape.max_entries(layer.ratio)
     return ScoreInputs(
@@ -112,4 +117,5 @@ def _score_inputs(
         query_lengths=shared.shape.query_lengths,
         request_slots_B=request_slots_B,
         tile_tokens=max(1, workspace.scores.shape[0] // max(width, 1)),
+        derived=derived,
     )

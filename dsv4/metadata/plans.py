@@ -40,7 +40,7 @@ class IndexStream:
 
 @frozen(eq=False)
 class Source:
-    """One attention segment: a table, optionally this forward's fresh rows behind its rows, and a stream of row indices."""
+    """One attention segment: a table, optionally this forward's fresh rows behind it, and a stream of row indices."""
 
     view: KVView
     stream: IndexStream
@@ -112,6 +112,8 @@ class ScoreInputs:
     request_slots_B: Tensor
     tile_tokens: int
     """Tokens per score tile, from the byte budget."""
+    derived: dict[object, Tensor] = field(factory=dict, repr=False)
+    """What a kernel made of these inputs, the same for all layers: made once per forward."""
 
 
 @frozen(kw_only=True, eq=False)

@@ -29,6 +29,9 @@ from dsv4.pool.geometry import PoolGeometry
 
 _log = get_logger(__name__)
 
+LENGTH_STEP = 256
+"""Granule of BatchShape.max_length outside graph capture."""
+
 
 @frozen(eq=False)
 class _Filled:
@@ -101,7 +104,9 @@ class TableMetadataBuilder(MetadataBuilder):
             num_tokens=batch.num_tokens,
             num_requests=len(batch.slots),
             max_query_tokens=max(batch.query_lengths, default=0),
-            max_length=max((a + b for a, b in zip(lengths, reach, strict=True)), default=0),
+            max_length=self._rounded(
+                max((a + b for a, b in zip(lengths, reach, strict=True)), default=0)
+            ),
             query_lengths=batch.query_lengths,
             lengths=None if any(ahead) else tuple(lengths),
         )
@@ -114,6 +119,10 @@ class TableMetadataBuilder(MetadataBuilder):
         self._put_ints("starts", starts)
         self._put_ints("query_lengths", [*batch.query_lengths, 0])
         self._put_ints("token_ids", [*batch.token_ids, *padding])
+
+    def _rounded(self, length: int) -> int:
+        """Up to LENGTH_STEP more, so that neighbouring steps share their shapes."""
+        return min(-(-length // LENGTH_STEP) * LENGTH_STEP, self.capacity.max_length)
 
     def _put_ints(self, name: str, values: list[int]) -> None:
         buffer = self._buffers.tensors[name]
@@ -205,11 +214,13 @@ class TableMetadataBuilder(MetadataBuilder):
         for n in batch.query_lengths:
             starts.append(starts[-1] + n)
         inputs = ref.live_requests(
-            ints([*batch.slots, -1]), ints(starts), ints([*batch.query_lengths, 0]), self._pool.lengths
+            ints([*batch.slots, -1]),
+            ints(starts),
+            ints([*batch.query_lengths, 0]),
+            self._pool.lengths,
         )
         shape = BatchShape(
             num_tokens=batch.num_tokens, num_requests=len(batch.slots), max_query_tokens=0, max_length=0
         )  # fmt: skip
         tokens = ref.plan_tokens(inputs, shape, self._geometry.in_place_tokens)
         return ref.swa_loc(tokens, self._geometry)
-

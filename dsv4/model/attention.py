@@ -27,7 +27,9 @@ class MQALayer(OfficialModule):
         self.config, self.kind = config, layer.kind
         hidden, head, heads = config.hidden_size, config.head_dim, config.num_attention_heads
         self.rounding = Rounding.FP8 if config.kv_quant == "official" else Rounding.NONE
-        self.compressor = None if layer.kind is LayerKind.SLIDING else Compressor(config, layer, head)
+        self.compressor = (
+            None if layer.kind is LayerKind.SLIDING else Compressor(config, layer, head)
+        )
         self.indexer = Indexer(config, layer) if layer.kind is LayerKind.CSA else None
         index_out = config.index_n_heads * config.index_head_dim if self.indexer else 0
         state_out = (self.compressor.width if self.compressor else 0) + (
@@ -36,13 +38,19 @@ class MQALayer(OfficialModule):
         # one GEMM from x in the model's dtype (wq_a | wkv), one from the query latent (wq_b | indexer wq_b),
         # one from x in fp32 (compressors, indexer weights: fp32 in the official code)
         self.w_in = frozen_parameter(torch.zeros(config.q_lora_rank + head, hidden, dtype=dtype))
-        self.w_q = frozen_parameter(torch.zeros(heads * head + index_out, config.q_lora_rank, dtype=dtype))
+        self.w_q = frozen_parameter(
+            torch.zeros(heads * head + index_out, config.q_lora_rank, dtype=dtype)
+        )
         self.w_state = frozen_parameter(torch.zeros(state_out, hidden))
         self.q_norm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
         self.kv_norm = RMSNorm(head, config.rms_norm_eps)
         group_in = heads * head // config.o_groups
-        self.wo_a_GOC = frozen_parameter(torch.zeros(config.o_groups, config.o_lora_rank, group_in, dtype=dtype))
-        self.wo_b = frozen_parameter(torch.zeros(hidden, config.o_groups * config.o_lora_rank, dtype=dtype))
+        self.wo_a_GOC = frozen_parameter(
+            torch.zeros(config.o_groups, config.o_lora_rank, group_in, dtype=dtype)
+        )
+        self.wo_b = frozen_parameter(
+            torch.zeros(hidden, config.o_groups * config.o_lora_rank, dtype=dtype)
+        )
         self.attn_sink = frozen_parameter(torch.zeros(heads))
 
     def forward(self, x_TD: Tensor, meta: LayerMetadata, kernels: KernelSet) -> Tensor:
@@ -71,12 +79,15 @@ class MQALayer(OfficialModule):
             )
         out_THC = kernels.rope.rotate(out_THC, meta.rope, inverse=True).to(x_TD.dtype)
         grouped = out_THC.view(num_tokens, cfg.o_groups, -1)
-        return kernels.linear.linear(kernels.linear.grouped(grouped, self.wo_a_GOC).flatten(1), self.wo_b)
+        return kernels.linear.linear(
+            kernels.linear.grouped(grouped, self.wo_a_GOC).flatten(1), self.wo_b
+        )
 
     def _compress(
         self, x_TD: Tensor, index_q: Tensor, meta: LayerMetadata, kernels: KernelSet
     ) -> None:
-        assert self.compressor is not None and meta.main is not None
+        assert self.compressor is not None
+        assert meta.main is not None
         projected = kernels.linear.linear(x_TD.float(), self.w_state)
         width = self.compressor.width
         self.compressor(projected[:, :width], meta, meta.main, self.rounding, kernels)

@@ -48,13 +48,23 @@ class Block(OfficialModule):
         x_TD, post, comb = self.hc_attn.pre(streams_TND, kernels)
         x_TD = self.attn_norm(x_TD)
         y_TD = self.attn(x_TD, meta, kernels)
-        for name, value in (("attn_in", x_TD), ("attn_out", y_TD), ("attn_hc_post", post), ("attn_hc_comb", comb)):
+        for name, value in (
+            ("attn_in", x_TD),
+            ("attn_out", y_TD),
+            ("attn_hc_post", post),
+            ("attn_hc_comb", comb),
+        ):
             note(name, self.index, value)
         streams_TND = self.hc_attn.post(y_TD, streams_TND, post, comb)
         x_TD, post, comb = self.hc_ffn.pre(streams_TND, kernels)
         x_TD = self.ffn_norm(x_TD)
         y_TD = self.ffn(x_TD, token_ids_T, kernels)
-        for name, value in (("ffn_in", x_TD), ("ffn_out", y_TD), ("ffn_hc_post", post), ("ffn_hc_comb", comb)):
+        for name, value in (
+            ("ffn_in", x_TD),
+            ("ffn_out", y_TD),
+            ("ffn_hc_post", post),
+            ("ffn_hc_comb", comb),
+        ):
             note(name, self.index, value)
         return self.hc_ffn.post(y_TD, streams_TND, post, comb)
 

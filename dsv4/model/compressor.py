@@ -4,6 +4,7 @@ hands it the fused projection `kv | gate`."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,14 +43,17 @@ class Compressor(OfficialModule):
     ) -> None:
         """Close this forward's windows into `target`, then remember what open windows still need."""
         plan = meta.state_plan
-        if isinstance(plan, FoldPlan):
-            run = kernels.compress.fold
-        else:
-            run = kernels.compress.overlap  # type: ignore[assignment]
-        run(
-            projected_TC, ape_MC=self.ape_MC, norm=self.norm.weight, eps=self.norm.eps, plan=plan,
-            target=target, rounding=rounding,
-        )  # type: ignore[arg-type]  # fmt: skip
+        assert plan is not None
+        run = partial(
+            kernels.compress.fold if isinstance(plan, FoldPlan) else kernels.compress.overlap,
+            projected_TC,
+            ape_MC=self.ape_MC,
+            norm=self.norm.weight,
+            eps=self.norm.eps,
+            target=target,
+            rounding=rounding,
+        )
+        run(plan=plan)
 
     def slices(self, prefix: str, weight: Tensor) -> Iterator[tuple[str, OfficialTensor]]:
         """Published tensors: the two halves of the fused projection rows, and the position bias."""

@@ -59,9 +59,7 @@ class Decoder(OfficialModule):
             probe("streams", len(self.layers), streams_TND)
         return streams_TND
 
-    def logits(
-        self, streams_RND: Tensor, kernels: KernelSet, probe: Probe | None = None
-    ) -> Tensor:
+    def logits(self, streams_RND: Tensor, kernels: KernelSet, probe: Probe | None = None) -> Tensor:
         """fp32 logits [R, V] of chosen rows of the final streams."""
         hidden_RD = self.norm(self.hc_head(streams_RND, kernels))
         if probe is not None:

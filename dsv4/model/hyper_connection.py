@@ -1,4 +1,4 @@
-"""Manifold-constrained hyper-connections (spec/architecture.md section 2): n residual streams, mixed around each sub-block.
+"""Manifold-constrained hyper-connections (spec/architecture.md section 2): streams mixed around each sub-block.
 
 Legend: T tokens, N streams, D hidden. Everything here is fp32.
 """
@@ -45,17 +45,20 @@ class HyperConnection(OfficialModule):
         self.fn = frozen_parameter(torch.zeros((2 + n) * n, n * config.hidden_size))
         self.base = frozen_parameter(torch.zeros((2 + n) * n))
         self.scale = frozen_parameter(torch.ones(3))
+        # which of the three scales each row of fn takes
+        part = torch.tensor([0] * n + [1] * n + [2] * n * n)
+        self.register_buffer("part", part, persistent=False)
+        self.part: Tensor
 
     def pre(self, streams_TND: Tensor, kernels: KernelSet) -> tuple[Tensor, Tensor, Tensor]:
         """-> sub-block input [T, D] in the streams' dtype, post [T, N], comb [T, N, N]."""
         cfg, n = self.config, self.config.hc_mult
         streams32, z = stream_statistics(streams_TND, self.fn, cfg.rms_norm_eps, kernels)
-        pre_TN = sigmoid(z[:, :n] * self.scale[0] + self.base[:n]) + cfg.hc_eps
-        post_TN = 2 * sigmoid(z[:, n : 2 * n] * self.scale[1] + self.base[n : 2 * n])
-        logits = (z[:, 2 * n :] * self.scale[2] + self.base[2 * n :]).view(-1, n, n)
-        comb = kernels.mix.sinkhorn(
-            logits, iterations=cfg.hc_sinkhorn_iters, eps=cfg.hc_eps
-        )
+        mix = torch.addcmul(self.base, z, self.scale.index_select(0, self.part))
+        gates = sigmoid(mix[:, : 2 * n])
+        pre_TN, post_TN = gates[:, :n] + cfg.hc_eps, 2 * gates[:, n:]
+        logits = mix[:, 2 * n :].reshape(-1, n, n)
+        comb = kernels.mix.sinkhorn(logits, iterations=cfg.hc_sinkhorn_iters, eps=cfg.hc_eps)
         return weighted_sum(pre_TN, streams32).to(streams_TND.dtype), post_TN, comb
 
     @staticmethod

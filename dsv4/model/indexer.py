@@ -31,10 +31,15 @@ class Indexer(OfficialModule):
     def forward(
         self, projected: Tensor, queries: Tensor, meta: LayerMetadata, kernels: KernelSet
     ) -> None:
-        """projected [T, width] fp32, queries [T, H * C]: store the keys, then write the selected rows into the stream."""
+        """projected [T, width] fp32, queries [T, H * C]: store the keys, write the selected rows into the stream."""
         inputs, output = meta.score_inputs, meta.select_output
-        assert meta.index is not None and inputs is not None and output is not None
-        keys, weights_TH = projected[:, : self.compressor.width], projected[:, self.compressor.width :]
+        assert meta.index is not None
+        assert inputs is not None
+        assert output is not None
+        keys, weights_TH = (
+            projected[:, : self.compressor.width],
+            projected[:, self.compressor.width :],
+        )
         self.compressor(keys, meta, meta.index, self.rounding, kernels)
         q_THC = kernels.rope.rotate(queries.unflatten(-1, (self.heads, self.dim)), meta.rope)
         q_THC = kernels.score.round_queries(q_THC, self.rounding)

@@ -68,7 +68,9 @@ class Model:
         return self.run(batch, rows=rows).logits
 
 
-def dtype_of(name: str | torch.dtype | None, config: ModelConfig, device: torch.device) -> torch.dtype:
+def dtype_of(
+    name: str | torch.dtype | None, config: ModelConfig, device: torch.device
+) -> torch.dtype:
     """The activations' dtype: as asked, else fp32 on a CPU (bf16 GEMMs are slow there), else the checkpoint's."""
     if isinstance(name, torch.dtype):
         name = str(name).removeprefix("torch.")
@@ -94,7 +96,9 @@ def load(
     folder = resolve(path)
     config_file = folder / "config.json"
     if not config_file.is_file():
-        raise CheckpointError(f"{folder}: no config.json there; name a checkpoint folder, or `tiny`")
+        raise CheckpointError(
+            f"{folder}: no config.json there; name a checkpoint folder, or `tiny`"
+        )
     device = torch_device(device)
     config = ModelConfig.from_json(config_file)
     chosen = dtype_of(dtype, config, device)

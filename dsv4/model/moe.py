@@ -1,4 +1,4 @@
-"""Mixture of experts: hash or biased top-k routing, clamped SwiGLU experts, one shared expert (spec/architecture.md section 4).
+"""Mixture of experts: hash or biased top-k routing, clamped SwiGLU, one shared expert (spec/architecture.md 4).
 
 Legend: T tokens, D hidden, E experts, K experts per token, I intermediate.
 """
@@ -20,7 +20,9 @@ SOFTPLUS_THRESHOLD = 20.0  # as in torch: identity above
 
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)) composed of operations whose result does not depend on a value's place in memory."""
-    return torch.where(x > SOFTPLUS_THRESHOLD, x, torch.log1p(torch.exp(x.clamp(max=SOFTPLUS_THRESHOLD))))
+    return torch.where(
+        x > SOFTPLUS_THRESHOLD, x, torch.log1p(torch.exp(x.clamp(max=SOFTPLUS_THRESHOLD)))
+    )
 
 
 class Router(OfficialModule):

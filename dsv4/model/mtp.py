@@ -1,4 +1,4 @@
-"""Multi-token-prediction block (spec/architecture.md section 5): one extra block over the main model's residual streams.
+"""Multi-token-prediction block (spec/architecture.md section 5): one extra block over the main residual streams.
 
 Legend: T tokens, N streams, D hidden. Row t pairs the streams of position t with the embedding of token t + 1.
 """

@@ -79,8 +79,13 @@ class RowFormat(ABC):
         """
         if rows_K.shape[0] == 0 or num_rows == 0:
             return
-        target_K, source_K, valid_K1 = _redirect(rows_K, num_rows)
-        encoded_KB = self.encode(values_KD).index_select(0, source_K)
+        encoded_KB = self.encode(values_KD)
+        if rows_K.shape[0] == 1:
+            target_K = rows_K.clamp(0, num_rows - 1)
+            valid_K1 = (target_K == rows_K).unsqueeze(-1)
+        else:
+            target_K, source_K, valid_K1 = _redirect(rows_K, num_rows)
+            encoded_KB = encoded_KB.index_select(0, source_K)
         # Needed only if no lane is valid, and then all lanes share one target.
         kept_1B = self.export_rows(storage, target_K[:1])
         self.import_rows(storage, target_K, torch.where(valid_K1, encoded_KB, kept_1B))
