@@ -1,0 +1,148 @@
+"""dsv4 verify: a golden folder, tensor by tensor, on both pools."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Iterable, Iterator
+
+from tqdm import tqdm
+
+from dsv4.cli.arguments import (
+    Commands,
+    add_command,
+    add_compute,
+    add_json,
+    add_pool,
+    add_row_format,
+    aligned,
+    print_json,
+)
+from dsv4.verify import Check, Job, Report, VerifyOptions, verify
+from dsv4.verify.report import EXACT
+
+_RANDOM = re.compile(r"random\d+")
+
+
+def add(commands: Commands) -> None:
+    """Register the command."""
+    parser = add_command(
+        commands,
+        "verify",
+        run,
+        "check every tensor of a golden folder: prefill inside and out, decode, chunkings, drafts, number formats",
+    )
+    parser.add_argument(
+        "golden",
+        metavar="GOLDEN_DIR",
+        help="folder of config.json, weights and prompts, or one that holds such folders",
+    )
+    add_pool(parser, default=None)
+    add_row_format(parser)
+    add_compute(parser, dtype="float32")
+    parser.add_argument(
+        "--chunkings",
+        type=int,
+        default=VerifyOptions().chunkings,
+        metavar="N",
+        help="random ways to cut each prompt into chunks (default: %(default)s)",
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 if every tensor is within its limit, else 1."""
+    defaults = VerifyOptions()
+    options = VerifyOptions(
+        pools=(args.pool,) if args.pool else defaults.pools,
+        kernels=args.kernels,
+        row_format=args.row_format,
+        dtype=args.dtype,
+        device=args.device,
+        chunkings=args.chunkings,
+        deterministic=args.deterministic,
+    )
+    report = verify(args.golden, options, _progress)
+    if args.json:
+        print_json(_document(args, options, report))
+    else:
+        _print_tables(report)
+    return 0 if report.ok else 1
+
+
+def _progress(jobs: Iterable[Job]) -> Iterator[Job]:
+    # disable=None: no bar unless standard error is a terminal.
+    bar = tqdm(list(jobs), desc="verify", unit="file", disable=None, leave=False)
+    for job in bar:
+        bar.set_postfix_str(job.title)
+        yield job
+
+
+def _document(
+    args: argparse.Namespace, options: VerifyOptions, report: Report
+) -> dict[str, object]:
+    return {
+        "golden": args.golden,
+        "ok": report.ok,
+        "num_checks": len(report.checks),
+        "num_failed": len(report.failures),
+        "pools": list(options.pools),
+        "kernels": options.kernels,
+        "row_format": options.row_format,
+        "dtype": options.dtype,
+        "chunkings": options.chunkings,
+        "deterministic": options.deterministic,
+        "tensors": [_row(check) for check in report.checks],
+    }
+
+
+def _row(check: Check) -> dict[str, object]:
+    """JSON has no infinity: an error that is none is null, and the note says why."""
+    return {
+        "folder": check.folder,
+        "pool": check.pool or None,
+        "file": check.subject,
+        "tensor": check.name,
+        "max_error": check.max_error if math.isfinite(check.max_error) else None,
+        "limit": str(check.tolerance),
+        "share_of_limit": check.share if math.isfinite(check.share) else None,
+        "ok": check.ok,
+        "note": check.note,
+    }
+
+
+def _print_tables(report: Report) -> None:
+    """Per folder and pool: each tensor's largest error over the prompts."""
+    groups: dict[tuple[str, str], dict[str, list[Check]]] = {}
+    for check in report.checks:
+        tensors = groups.setdefault((check.folder, check.pool), {})
+        tensors.setdefault(_RANDOM.sub("random", check.name), []).append(check)
+    for (folder, pool), tensors in groups.items():
+        print(f"{folder}{', ' + pool + ' pool' if pool else ''}")
+        rows: list[tuple[str, ...]] = [("tensor", "limit", "checks", "max error", "of limit", "")]
+        rows += [_summary(name, checks) for name, checks in sorted(tensors.items(), key=_order)]
+        print(aligned(rows, left=2) + "\n")
+    for check in report.failures:
+        where = "/".join(part for part in (check.folder, check.pool, check.subject) if part)
+        print(f"FAILED {where} {check.name}: {check.note or f'{check.share:.3g} times its limit'}")
+    verdict = f"{len(report.failures)} of" if report.failures else "all"
+    print(f"{verdict} {len(report.checks)} checks {'FAILED' if report.failures else 'ok'}")
+
+
+def _summary(name: str, checks: list[Check]) -> tuple[str, ...]:
+    error, share = max(c.max_error for c in checks), max(c.share for c in checks)
+    exact = checks[0].tolerance == EXACT
+    return (
+        name,
+        str(checks[0].tolerance),
+        str(len(checks)),
+        f"{error:.0f} differ" if exact else f"{error:.2e}",
+        "" if exact else f"{share:.1%}",
+        "ok" if all(check.ok for check in checks) else "FAILED",
+    )
+
+
+def _order(item: tuple[str, list[Check]]) -> tuple[object, ...]:
+    """By name, layer numbers as numbers."""
+    return tuple((0, int(p)) if p.isdigit() else (1, p) for p in item[0].split("."))
