@@ -1,8 +1,8 @@
 """TINY models on poisoned, guarded memory, driven by hand: forwards of any mixture, commit, rollback.
 
-Before a session starts, every pool, metadata and scratch buffer holds poison (NaN, 0x7F, 2^31 - 1), each pool table lies
-between guard rows, and torch hands out poisoned output buffers. Metadata and scratch are poisoned again in front of
-every forward, so that nothing of an earlier one can be read.
+Before a session starts, every pool, metadata and scratch buffer holds poison (NaN, 0x7F, 2^31 - 1), each pool table
+lies between guard rows, and torch hands out poisoned output buffers. Metadata and scratch are poisoned again in front
+of every forward, so that nothing of an earlier one can be read.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def test_the_first_of_four_verified_tokens_still_sees_its_whole_window(
 def test_every_accept_count_at_every_phase_leaves_the_following_closes_right(
     family: type[PoolConfig], depth: int
 ) -> None:
-    """One slot per (accepted 1..D, start phase 0..3); the rejected tokens are wrong ones. Starts 14..17 put the close of
-    a 16-token window into the round, too."""
+    """One slot per (accepted 1..D, start phase 0..3); the rejected tokens are wrong ones. Starts of 14..17 put the
+    close of a 16-token window into the round, too."""
     cases = [(accept, phase) for accept in range(1, depth + 1) for phase in range(4)]
     sequence = truth(64, seed=3)
     session = Session(family, slots=len(cases), context=64, depth=depth, max_tokens=1024)
