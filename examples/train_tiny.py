@@ -75,7 +75,7 @@ def full_plan() -> Plan:
         rounded=True,
         share=0.15,
         recall=0.75,
-        max_asks=4,
+        max_asks=6,
     )
     sparse = evolve(long, name="sparse", sparse=True, share=0.4)
     config = tiny_config()
@@ -119,7 +119,7 @@ class Log:
         self._file.write(line + "\n")
         self._file.flush()
 
-    def step(self, num_steps: int, seconds: float, metrics: Tensor) -> None:
+    def step(self, num_steps: int, metrics: Tensor) -> None:
         named = zip((*METRICS, "gradient"), metrics.tolist(), strict=True)
         self.write(step=num_steps, **{name: round(value, 4) for name, value in named})
 
@@ -151,7 +151,7 @@ def train(plan: Plan, corpus: Corpus, log: Log, args: argparse.Namespace) -> Dec
     initialise(model, args.seed)
     model.to(args.device)
     regions = Regions.compiled() if args.compile else Regions()
-    trainer = Trainer(model, peak_rate=args.rate, regions=regions)
+    trainer = Trainer(model, peak_rate=args.rate, regions=regions, graph=args.graph)
     until = START + 60 * args.minutes - plan.reserve
     begin, done = time.monotonic(), 0.0
     for i, phase in enumerate(plan.phases):
@@ -167,7 +167,10 @@ def train(plan: Plan, corpus: Corpus, log: Log, args: argparse.Namespace) -> Dec
         )
         end = begin + (until - begin) * (done + phase.share)
         steps = plan.num_steps[i] if plan.num_steps else None
-        trainer.run(phase, data, until=end, done=done, report=log.step, num_steps=steps)
+        trainer.run(
+            phase, data, until=end, done=done, report=log.step, num_steps=steps,
+            profile=args.out if args.profile else None,
+        )  # fmt: skip
         done += phase.share
         data.close()
         save_checkpoint(model, plan.config, args.out / phase.name)
@@ -200,6 +203,12 @@ def main() -> int:
         "--steps", help="steps of each phase, as 900,100,200, in place of the time budget"
     )
     parser.add_argument("--trials", type=int, help="recall trials per distance at the end")
+    parser.add_argument(
+        "--no-graph", dest="graph", action="store_false", help="launch kernels one by one"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="write a table of each phase's kernels"
+    )
     parser.add_argument("--micro", action="store_true", help="a few steps of a model of toy size")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -211,6 +220,8 @@ def main() -> int:
         plan = evolve(plan, num_steps=tuple(int(steps) for steps in args.steps.split(",")))
     if args.trials:
         plan = evolve(plan, trials=args.trials)
+    if any((args.out / phase.name).exists() for phase in plan.phases):
+        parser.error(f"--out {args.out}: holds a checkpoint; choose another folder")
     config = plan.config
     corpus = Corpus.standard_library(
         bos=config.bos_token_id or 0, eos=config.eos_token_id or 0, root=args.source

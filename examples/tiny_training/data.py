@@ -53,7 +53,8 @@ class Corpus:
             if not _SKIPPED_FOLDERS.isdisjoint(name.parts) or not _is_prose(text):
                 continue
             held_out = zlib.crc32(name.as_posix().encode()) % _HELD_OUT_OF == 0
-            sides[held_out].append(np.array([bos, *text, eos], np.int16))
+            body = np.frombuffer(text, np.uint8).astype(np.int16)
+            sides[held_out].extend((np.array([bos], np.int16), body, np.array([eos], np.int16)))
         return cls(*(np.concatenate(side) for side in sides))
 
 

@@ -114,9 +114,9 @@ class DenseForward:
         cfg, r = self._config, self._regions
         flat = streams_TND.flatten(1)
         z = F.linear(flat, hc.fn) * r.inverse_rms(flat, cfg.rms_norm_eps)
-        pre, post, comb = r.mix_coefficients(
-            z, hc.base, hc.scale, cfg.hc_mult, cfg.hc_sinkhorn_iters, cfg.hc_eps
-        )
+        pre, post, comb = r.mix_logits(z, hc.base, hc.scale, cfg.hc_mult, cfg.hc_eps)
+        for _ in range(cfg.hc_sinkhorn_iters - 1):
+            comb = r.sinkhorn_step(comb, cfg.hc_eps)
         return r.gather_streams(pre, streams_TND), post, comb
 
     def _experts(self, ffn: MoE, x_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,23 +25,22 @@ def normed(x: Tensor, eps: float) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
-def sinkhorn(logits_TNN: Tensor, iterations: int, eps: float) -> Tensor:
-    comb = torch.softmax(logits_TNN, -1) + eps
-    comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        comb = comb / (comb.sum(-1, keepdim=True) + eps)
-        comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    return comb
-
-
-def mix_coefficients(
-    z: Tensor, base: Tensor, scale: Tensor, n: int, iterations: int, eps: float
+def mix_logits(
+    z: Tensor, base: Tensor, scale: Tensor, n: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """z [T, (2 + N) N], already over the streams' root mean square -> pre [T, N], post [T, N], comb [T, N, N]."""
+    """z [T, (2 + N) N], already over the streams' root mean square -> pre [T, N], post [T, N], and the matrix
+    [T, N, N] that the Sinkhorn steps start from."""
     pre = torch.sigmoid(z[:, :n] * scale[0] + base[:n]) + eps
     post = 2 * torch.sigmoid(z[:, n : 2 * n] * scale[1] + base[n : 2 * n])
     logits = (z[:, 2 * n :] * scale[2] + base[2 * n :]).unflatten(-1, (n, n))
-    return pre, post, sinkhorn(logits, iterations, eps)
+    comb = torch.softmax(logits, -1) + eps
+    return pre, post, comb / (comb.sum(-2, keepdim=True) + eps)
+
+
+def sinkhorn_step(comb_TNN: Tensor, eps: float) -> Tensor:
+    """Rows, then columns. One step at a time: 20 of them in one piece compile for minutes."""
+    comb_TNN = comb_TNN / (comb_TNN.sum(-1, keepdim=True) + eps)
+    return comb_TNN / (comb_TNN.sum(-2, keepdim=True) + eps)
 
 
 def inverse_rms(flat: Tensor, eps: float) -> Tensor:
@@ -116,7 +115,8 @@ class Regions:
 
     rms_norm: Callable[..., Tensor] = rms_norm
     normed: Callable[..., Tensor] = normed
-    mix_coefficients: Callable[..., tuple[Tensor, Tensor, Tensor]] = mix_coefficients
+    mix_logits: Callable[..., tuple[Tensor, Tensor, Tensor]] = mix_logits
+    sinkhorn_step: Callable[..., Tensor] = sinkhorn_step
     inverse_rms: Callable[..., Tensor] = inverse_rms
     gather_streams: Callable[..., Tensor] = gather_streams
     scatter_streams: Callable[..., Tensor] = scatter_streams

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 
 import torch
 from attrs import frozen
@@ -50,8 +51,10 @@ class Phase:
 class Trainer:
     """Model, masters and optimizer; one `step` callable per phase."""
 
-    def __init__(self, model: Decoder, *, peak_rate: float, regions: Regions) -> None:
-        self.model, self._regions, self._peak = model, regions, peak_rate
+    def __init__(
+        self, model: Decoder, *, peak_rate: float, regions: Regions, graph: bool = True
+    ) -> None:
+        self.model, self._regions, self._peak, self._graph = model, regions, peak_rate, graph
         self._device = model.embed.device
         self._weights: list[Tensor] = list(trainable(model).values())
         self._masters = [weight.detach().clone() for weight in self._weights]
@@ -66,10 +69,11 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(
             groups, lr=self._rate, betas=(0.9, 0.95), fused=True, capturable=on_gpu
         )
-        self.num_steps = 0
+        self.num_steps, self._progress = 0, 0.0
 
     def set_progress(self, progress: float) -> None:
         """Learning rate of the next steps: a short rise, then a cosine from the peak to zero over the training time."""
+        self._progress = progress
         rise = min(1.0, (self.num_steps + 1) / WARMUP_STEPS)
         self._rate.fill_(self._peak * rise * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
 
@@ -79,9 +83,10 @@ class Trainer:
         forward = DenseForward(self.model, phase.num_tokens, mode, self._regions)
 
         def step(batch: Batch) -> Tensor:
-            return self._step(forward, batch, rounded=phase.rounded)
+            here = Batch(*(t.to(self._device) for t in _tensors(batch)))
+            return self._step(forward, here, rounded=phase.rounded)
 
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or not self._graph:
             return step
         return self._captured(step, data)
 
@@ -125,7 +130,7 @@ class Trainer:
                 load(next(data))
                 step(static)
                 self.num_steps += 1
-                self.set_progress(0.0)
+                self.set_progress(self._progress)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -140,10 +145,12 @@ class Trainer:
 
     def run(
         self, phase: Phase, data: Iterator[Batch], *, until: float, done: float,
-        report: Callable[[int, float, Tensor], None], num_steps: int | None = None,
+        report: Callable[[int, Tensor], None], num_steps: int | None = None,
+        profile: Path | None = None,
     ) -> None:  # fmt: skip
         """Train for one phase: `num_steps`, or as many as fit until the clock (time.monotonic) reads `until`.
-        `done` is the share of the training that is over; `report` gets (step, seconds per step, metrics)."""
+        `done` is the share of the training that is over; `report` gets (steps so far, metrics); `profile` is a folder
+        for a table of the kernels of one step."""
         begin = time.monotonic()
         self.set_progress(done)
         step = self.prepare(phase, data)
@@ -159,14 +166,25 @@ class Trainer:
             f"phase {phase.name}: ready after {ready - begin:.1f} s, {1000 * seconds:.1f} ms a step, {total} steps",
             flush=True,
         )
+        if profile is not None:
+            self._profile(step, next(data), profile / f"kernels-{phase.name}.txt")
         for i, batch in enumerate(islice(data, total)):
             self.set_progress(done + phase.share * i / total)
             metrics = step(batch)
             self.num_steps += 1
             if i % 50 == 49 or i == total - 1:
-                report(self.num_steps, seconds, metrics)
+                report(self.num_steps, metrics)
             if i % 50 == 0 and num_steps is None and time.monotonic() > until:
                 break
+
+    def _profile(self, step: Callable[[Batch], Tensor], batch: Batch, path: Path) -> None:
+        with torch.profiler.profile() as profiler:
+            step(batch)
+            self._wait()
+        on_gpu = self._device.type == "cuda"
+        order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+        table = profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90)
+        path.write_text(str(table))
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
