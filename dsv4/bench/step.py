@@ -74,6 +74,7 @@ class StepBench:
             # Copies, not forks: requests that shared pages would share their cache lines too.
             snapshot = pool.export(slots[0])
             for slot in slots[1:]:
+                pool.reserve(slot, snapshot.length)
                 pool.attach(slot, snapshot)
             pool.drop(snapshot)
             next_ids = [token_ids[slot % len(token_ids)] for slot in slots]

@@ -1,0 +1,162 @@
+"""dsv4 generate on a small random checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Run
+
+
+def json_of(run: Run, *argv: object) -> Any:
+    outcome = run("generate", *argv, "--json")
+    assert outcome.status == 0, outcome.err
+    return json.loads(outcome.out)
+
+
+def test_json_has_the_documented_keys(run: Run, checkpoint: Path) -> None:
+    found = json_of(run, checkpoint, "--prompt", "abc", "--max-new-tokens", 5)
+    assert found["pool"] == "unified"
+    assert found["kernels"] == "torch"
+    assert found["kv_bytes"] > 0
+    assert found["tokens_per_second"] > 0
+    (completion,) = found["completions"]
+    assert sorted(completion) == ["prompt_tokens", "text", "token_ids"]
+    assert completion["prompt_tokens"] == 3
+    assert len(completion["token_ids"]) == 5
+
+
+def test_both_pools_and_the_batch_give_the_tokens_of_each_prompt_alone(
+    run: Run, checkpoint: Path
+) -> None:
+    prompts = ["abc", "a much longer prompt, over several windows and entries", "x"]
+    options = ("--max-new-tokens", 12, "--deterministic")
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    alone = [
+        json_of(run, checkpoint, "--prompt", prompt, *options)["completions"][0]
+        for prompt in prompts
+    ]
+    for pool in ("unified", "three-pool"):
+        together = json_of(run, checkpoint, *words, *options, "--pool", pool)
+        assert together["completions"] == alone
+        assert together["pool"] == pool
+
+
+def test_fewer_slots_and_smaller_chunks_change_no_token(run: Run, checkpoint: Path) -> None:
+    words = ("--prompt", "first prompt", "--prompt", "second one", "--max-new-tokens", 6)
+    wide = json_of(run, checkpoint, *words, "--deterministic")
+    narrow = json_of(
+        run, checkpoint, *words, "--deterministic", "--max-requests", 1, "--chunk-tokens", 3
+    )
+    assert narrow["completions"] == wide["completions"]
+    assert (narrow["max_requests"], wide["max_requests"]) == (1, 2)
+
+
+def test_a_seed_repeats_a_sample(run: Run, checkpoint: Path) -> None:
+    words = (checkpoint, "--prompt", "abc", "--temperature", 1.0, "--max-new-tokens", 16)
+    first, again, other = (json_of(run, *words, "--seed", seed) for seed in (1, 1, 2))
+    assert first["completions"] == again["completions"]
+    assert first["completions"] != other["completions"]
+
+
+def test_a_single_prompt_ends_with_the_line_of_speed_bytes_and_pool(
+    run: Run, checkpoint: Path
+) -> None:
+    outcome = run("generate", checkpoint, "--prompt", "abc", "--max-new-tokens", 4)
+    assert outcome.status == 0
+    last = outcome.out.splitlines()[-1]
+    assert all(part in last for part in ("tok/s", "KV ", "unified pool"))
+
+
+def test_prompts_come_from_text_files_and_ids_in_the_order_given(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("äb", encoding="utf-8")
+    found = json_of(
+        run, checkpoint, "--prompt-ids", "1,2", "--prompt-file", file, "--prompt", "abcd",
+        "--max-new-tokens", 1,
+    )  # fmt: skip
+    assert [c["prompt_tokens"] for c in found["completions"]] == [2, 3, 4]
+
+
+def test_the_off_values_of_missing_features_are_accepted(run: Run, checkpoint: Path) -> None:
+    off = ("--draft", 0, "--graphs", "off", "--prefix-cache", "off")
+    json_of(run, checkpoint, "--prompt", "a", "--max-new-tokens", 1, *off)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--prompt", ""), "prompt is empty"),
+        (("--prompt-ids", ""), "prompt is empty"),
+        ((), "no prompt"),
+        (("--prompt-ids", "1,x"), "token ids"),
+        (("--prompt-ids", "1,320"), "320"),
+        (("--prompt", "abcdefgh", "--max-context", "4"), "max_context is 4"),
+        (("--prompt", "abc", "--pool", "unifed"), "'unified'"),
+        (("--prompt", "abc", "--device", "tpu"), "tpu"),
+        (("--prompt", "abc", "--device", "cuda:77"), "cuda:77"),
+        (("--prompt", "abc", "--kernels", "fast"), "torch"),
+        (("--prompt", "abc", "--dtype", "int4"), "int4"),
+        (("--prompt", "abc", "--row-format", "fp9"), "fp9"),
+        (("--prompt", "abc", "--temperature", "-1"), "temperature"),
+        (("--prompt", "abc", "--top-p", "0"), "top_p"),
+        (("--prompt", "abc", "--max-new-tokens", "0"), "max_new_tokens"),
+        (("--prompt", "abc", "--max-requests", "0"), "at least 1"),
+        (("--prompt-file", "no-such-file.txt"), "no-such-file.txt"),
+        (("--prompt", "abc", "--draft", "2"), "--draft 0"),
+        (("--prompt", "abc", "--graphs", "on"), "--graphs off"),
+        (("--prompt", "abc", "--prefix-cache", "on"), "--prefix-cache off"),
+        (("--prompt", "abc", "--prmpt", "d"), "--prmpt"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(
+    run: Run, checkpoint: Path, options: tuple[str, ...], named: str
+) -> None:
+    assert named in run("generate", checkpoint, *options).error
+
+
+def test_a_file_that_is_no_text_is_refused(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.bin"
+    file.write_bytes(b"abc\xff\xfe")
+    assert "byte 3 is no UTF-8" in run("generate", checkpoint, "--prompt-file", file).error
+
+
+def test_a_missing_folder_is_refused(run: Run, tmp_path: Path) -> None:
+    assert "nowhere" in run("generate", tmp_path / "nowhere", "--prompt", "a").error
+
+
+def test_a_truncated_checkpoint_is_refused(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    (weights,) = broken.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert weights.name in run("generate", broken, "--prompt", "a").error
+
+
+def test_a_config_conflict_is_refused(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "conflict"
+    shutil.copytree(checkpoint, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 9}))
+    assert "num_hidden_layers" in run("generate", broken, "--prompt", "a").error
+
+
+def test_a_config_that_is_no_json_is_refused(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "syntax"
+    shutil.copytree(checkpoint, broken)
+    (broken / "config.json").write_text("{")
+    assert "config.json" in run("generate", broken, "--prompt", "a").error
+
+
+def test_a_folder_without_config_is_refused(run: Run, tmp_path: Path) -> None:
+    assert "config.json" in run("generate", tmp_path, "--prompt", "a").error
+
+
+def test_text_for_a_checkpoint_without_tokenizer_is_refused(run: Run, golden: Path) -> None:
+    assert "--prompt-ids" in run("generate", golden / "tiny", "--prompt", "a").error
