@@ -159,12 +159,7 @@ def train(plan: Plan, corpus: Corpus, log: Log, args: argparse.Namespace) -> Dec
             corpus.train, num_tokens=phase.num_tokens, recall=phase.recall, max_asks=phase.max_asks,
             nearest=plan.config.sliding_window + 24,
         )  # fmt: skip
-        data = batches(
-            planter,
-            num_sequences=phase.num_sequences,
-            seed=args.seed * 1000 + i,
-            pinned=args.device == "cuda",
-        )
+        data = batches(planter, num_sequences=phase.num_sequences, seed=args.seed * 1000 + i)
         end = begin + (until - begin) * (done + phase.share)
         steps = plan.num_steps[i] if plan.num_steps else None
         trainer.run(

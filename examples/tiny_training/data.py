@@ -131,9 +131,12 @@ class Planter:
 
 
 def batches(
-    planter: Planter, *, num_sequences: int, seed: int, pinned: bool, ahead: int = 8
+    planter: Planter, *, num_sequences: int, seed: int, ahead: int = 8
 ) -> Generator[Batch, None, None]:
-    """An endless stream of batches, made by a thread that stays `ahead` of its reader."""
+    """An endless stream of batches, made by a thread that stays `ahead` of its reader.
+
+    In pageable memory: pinning from another thread would break the capture of a graph, and a batch is small.
+    """
     ready: queue.Queue[Batch] = queue.Queue(ahead)
     stopped = threading.Event()
 
@@ -141,8 +144,6 @@ def batches(
         rng = np.random.default_rng(seed)
         while not stopped.is_set():
             made = planter.batch(rng, num_sequences)
-            if pinned:
-                made = Batch(made.ids_BS.pin_memory(), made.weights_BS.pin_memory())
             while not stopped.is_set():
                 try:
                     ready.put(made, timeout=0.1)

@@ -121,7 +121,7 @@ class Trainer:
 
         def load(batch: Batch) -> None:
             for target, source in zip(_tensors(static), _tensors(batch), strict=True):
-                target.copy_(source, non_blocking=True)
+                target.copy_(source)
 
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -91,7 +91,7 @@ def test_a_few_steps_lower_the_loss(phase: train_tiny.Phase) -> None:
     trainer = Trainer(model, peak_rate=0.3, regions=Regions())
     phase = evolve(phase, num_tokens=96)
     planter = Planter(TEXT, num_tokens=96, recall=0.0, max_asks=1, nearest=20)
-    data = batches(planter, num_sequences=1, seed=1, pinned=False)
+    data = batches(planter, num_sequences=1, seed=1)
     step = trainer.prepare(phase, data)
     trainer.set_progress(0.0)
     batch = next(data)
