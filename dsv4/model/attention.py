@@ -78,7 +78,7 @@ class MQALayer(OfficialModule):
                 meta.workspace.fresh_TD, tail_loc_T=meta.tail_loc_T, view=meta.window_view
             )
         out_THC = kernels.rope.rotate(out_THC, meta.rope, inverse=True).to(x_TD.dtype)
-        grouped = out_THC.view(num_tokens, cfg.o_groups, -1)
+        grouped = out_THC.view(num_tokens, cfg.o_groups, self.wo_a_GOC.shape[-1])
         return kernels.linear.linear(
             kernels.linear.grouped(grouped, self.wo_a_GOC).flatten(1), self.wo_b
         )
