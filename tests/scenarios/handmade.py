@@ -5,6 +5,7 @@ Legend: T tokens, H heads, D head dim, R table rows, N lanes or entries.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -110,7 +111,7 @@ def picks(output: SelectOutput) -> list[list[int]]:
     """The rows that select wrote for each token; every other lane must be -1."""
     ends = output.stream.indptr_T1.tolist()
     assert (output.stream.indices_N[ends[-1] :] == -1).all(), "spare lanes hold -1"
-    return [output.stream.indices_N[a:b].tolist() for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [output.stream.indices_N[a:b].tolist() for a, b in itertools.pairwise(ends)]
 
 
 def best(scores: Sequence[float], num_visible: int, topk: int) -> list[int]:

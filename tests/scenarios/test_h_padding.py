@@ -141,8 +141,9 @@ def test_a_pool_or_plan_of_nothing_is_refused_before_anything_runs() -> None:
         sizes = {"max_requests": 2, "max_context": 32} | wrong
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             UnifiedPoolConfig(**sizes)
+    pool = UnifiedPoolConfig(max_requests=1, max_context=32)
     with pytest.raises(ConfigError, match="max_batch_tokens"):
-        pool = UnifiedPoolConfig(max_requests=1, max_context=32)
         BackendConfig(pool=pool, max_batch_tokens=0)
+    session = Session(UnifiedPoolConfig)
     with pytest.raises(BatchError, match="prepare"):
-        Session(UnifiedPoolConfig).builder.fill()
+        session.builder.fill()
