@@ -34,8 +34,8 @@ class IndexStream:
     """Capacity of one token's list in this batch shape."""
     final: bool = True
     """Whether indices are final after fill, the same for all layers; False: select writes them, layer by layer."""
-    dense: dict[tuple[int, int, int], Tensor] = field(factory=dict, repr=False)
-    """Padded forms of a final stream that a kernel made, by (first token, last token, width): made once per forward."""
+    derived: dict[object, object] = field(factory=dict, repr=False)
+    """What a kernel made of a final stream, the same for all layers: made once per forward."""
 
 
 @frozen(eq=False)

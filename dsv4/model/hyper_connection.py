@@ -65,8 +65,8 @@ class HyperConnection(OfficialModule):
     def post(y_TD: Tensor, streams_TND: Tensor, post_TN: Tensor, comb_TNN: Tensor) -> Tensor:
         """X'_k = post_k y + sum_j comb[j, k] X_j, one cast at the end."""
         scaled = post_TN.unsqueeze(-1) * y_TD.float().unsqueeze(1)
-        mixed = torch.bmm(comb_TNN.transpose(1, 2), streams_TND.float())
-        return scaled.add_(mixed).to(streams_TND.dtype)
+        mixed = torch.baddbmm(scaled, comb_TNN.transpose(1, 2), streams_TND.float())
+        return mixed.to(streams_TND.dtype)
 
     def own_tensors(self) -> Iterator[tuple[str, OfficialTensor]]:
         for part in ("fn", "base", "scale"):

@@ -12,9 +12,7 @@ from dsv4.model.official import OfficialModule, OfficialTensor, frozen_parameter
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D] of any float dtype, weight [D] -> x's shape and dtype."""
-    x32 = x.float()
-    scale = x32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (x32 * scale).mul_(weight).to(x.dtype)
+    return torch.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
 class RMSNorm(OfficialModule):
