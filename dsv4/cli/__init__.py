@@ -60,13 +60,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except OSError as error:
         return _fail(f"{error.filename or 'system'}: {error.strerror or error}")
-    except (MemoryError, torch.OutOfMemoryError) as error:
+    except (MemoryError, RuntimeError) as error:
+        if not _is_memory_error(error):
+            raise
         return _fail(f"out of memory ({_first_line(error)}); lower max_requests or max_context")
 
 
 def _fail(message: str, status: int = FAILED) -> int:
     print(f"dsv4: error: {' '.join(message.split())}", file=sys.stderr)
     return status
+
+
+def _is_memory_error(error: BaseException) -> bool:
+    # torch has no exception class for a failed allocation on the CPU.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error)
 
 
 def _first_line(error: BaseException) -> str:

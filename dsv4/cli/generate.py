@@ -116,7 +116,8 @@ def run(args: argparse.Namespace) -> int:
     requests = _requests(args, load_tokenizer(folder, config))
     backend = _backend(args, requests, config.max_position_embeddings)
     model = load(args.checkpoint, backend=backend, device=args.device, dtype=args.dtype)
-    engine = Engine(model, EngineConfig(backend=backend, chunk_tokens=args.chunk_tokens))
+    chunk_tokens = args.chunk_tokens and min(args.chunk_tokens, backend.max_batch_tokens)
+    engine = Engine(model, EngineConfig(backend=backend, chunk_tokens=chunk_tokens))
     for request in requests:
         engine.check(request)
     result = _generate(engine, requests, args)
@@ -202,7 +203,8 @@ def _backend(
         kernels=args.kernels,
         deterministic=args.deterministic,
     )
-    most = max(backend.max_batch_tokens, args.chunk_tokens or 0)
+    # A chunk is never longer than the longest prompt, whatever was asked for.
+    most = max(backend.max_batch_tokens, min(args.chunk_tokens or 0, needed))
     return attrs.evolve(backend, max_batch_tokens=most)
 
 
@@ -268,7 +270,7 @@ def _kv_bytes(model: Model) -> int:
 def _last_line(args: argparse.Namespace, model: Model, result: _Result) -> str:
     return (
         f"[{result.num_tokens} tokens, {result.tokens_per_second:.1f} tok/s, "
-        f"KV {format_bytes(_kv_bytes(model))}, {args.pool} pool]"
+        f"KV {format_bytes(_kv_bytes(model))}, pool {args.pool}]"
     )
 
 

@@ -11,6 +11,8 @@ from dsv4.cli.units import format_bytes
 WIDTH, MARGIN, BAR_HEIGHT, TABLE_HEIGHT, TOP = 960, 24, 30, 92, 64
 MAX_CELLS = 128
 """Cells drawn of one region; more would be thinner than their outline."""
+CHAR_WIDTH = 6.0
+"""Pixels of a label's character, about."""
 MIN_REGION = 6.0
 """Width in pixels that even the smallest region gets."""
 COLOURS = {
@@ -49,9 +51,13 @@ def _table(table: TableMap, top: float) -> Iterator[str]:
     )
     yield _text(MARGIN, top + 16, label)
     regions = [region for region in table.regions if region.num_rows]
-    left = float(MARGIN)
+    left = label_left = float(MARGIN)
     for region, width in zip(regions, _widths(regions), strict=True):
-        yield from _region(region, left, top + 24, width)
+        yield from _cells(region, left, top + 24, width)
+        # A label starts under its region, or behind the label of a narrow region before it.
+        label_left, label = max(left, label_left), _label(region)
+        yield _text(label_left, top + 24 + BAR_HEIGHT + 14, label, size=11)
+        label_left += CHAR_WIDTH * (len(label) + 2)
         left += width
 
 
@@ -62,10 +68,13 @@ def _widths(regions: list[RegionMap]) -> list[float]:
     return [MIN_REGION + room * region.num_rows / total for region in regions]
 
 
-def _region(region: RegionMap, left: float, top: float, width: float) -> Iterator[str]:
+def _label(region: RegionMap) -> str:
+    return f"{region.name}: {region.num_owners} {region.owner}s x {region.rows_each} rows"
+
+
+def _cells(region: RegionMap, left: float, top: float, width: float) -> Iterator[str]:
     colour = COLOURS.get(region.name, OTHER)
-    rows = f"{region.num_owners} {region.owner}s x {region.rows_each} rows"
-    tip = f"{region.name}: {rows}, rows {region.first_row}..{region.last_row}"
+    tip = f"{_label(region)}, rows {region.first_row}..{region.last_row}"
     yield f"<g><title>{escape(tip)}</title>"
     num_cells = min(region.num_owners, MAX_CELLS)
     cell = width / num_cells
@@ -76,10 +85,6 @@ def _region(region: RegionMap, left: float, top: float, width: float) -> Iterato
             'stroke="white" stroke-width="0.5"/>'
         )
     yield "</g>"
-    # about 6 pixels a character: a label that does not fit would run into its neighbour
-    label = f"{region.name}: {rows}"
-    if len(label) * 6 <= width or left == MARGIN:
-        yield _text(left, top + BAR_HEIGHT + 14, label, size=11)
 
 
 def _text(x: float, y: float, text: str, *, size: int = 12) -> str:

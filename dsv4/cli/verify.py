@@ -119,7 +119,7 @@ def _print_tables(report: Report) -> None:
         tensors = groups.setdefault((check.folder, check.pool), {})
         tensors.setdefault(_RANDOM.sub("random", check.name), []).append(check)
     for (folder, pool), tensors in groups.items():
-        print(f"{folder}{', ' + pool + ' pool' if pool else ''}")
+        print(f"{folder}, pool {pool}" if pool else folder)
         rows: list[tuple[str, ...]] = [("tensor", "limit", "checks", "max error", "of limit", "")]
         rows += [_summary(name, checks) for name, checks in sorted(tensors.items(), key=_order)]
         print(aligned(rows, left=2) + "\n")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from dsv4.cli import build_parser, info
 from tests.cli.conftest import Run
@@ -45,6 +46,20 @@ def test_memory_exhaustion_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(info, "_devices", exhausted)
     assert "out of memory" in run("info").error
+
+
+def test_a_failed_allocation_is_one_line_and_other_faults_are_not_hidden(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(info, "_devices", lambda: {"cpu": str(torch.empty(10**15))})
+    assert "out of memory" in run("info").error
+
+    def broken() -> dict[str, str]:
+        raise RuntimeError("a fault of this library")
+
+    monkeypatch.setattr(info, "_devices", broken)
+    with pytest.raises(RuntimeError, match="a fault"):
+        run("info")
 
 
 def test_python_m_dsv4_runs_it_and_a_closed_pipe_is_silent() -> None:
