@@ -80,7 +80,7 @@ class CompressKernel(ABC):
     """1. An entry is pooled in token order, so its bits do not depend on how its tokens arrived.
     2. Own tokens come from `projected`, older ones from the state; state is written after it was read.
     3. Entries are normed, rotated at ratio * entry, rounded, and written only where their loc is a row.
-    4. Running a forward twice changes nothing."""
+    4. Running a forward of at most D tokens a slot twice changes nothing."""
 
     @abstractmethod
     def overlap(

@@ -28,6 +28,8 @@ def add_position_bias(projected_TC: Tensor, ape_MC: Tensor, ape_row_T: Tensor) -
 
 def gather_raw(view: KVView, own_TC: Tensor, source: Tensor) -> Tensor:
     """Raw rows of `source`: state rows below view.num_rows, own tokens above; what is no row reads row 0 of either."""
+    if own_TC.shape[0] == 0:
+        return view.read(source.clamp(min=0))
     is_own = source >= view.num_rows
     state = view.read(torch.where(is_own, 0, source).clamp_(min=0))
     own = own_TC[(source - view.num_rows).clamp_(min=0).long()]
