@@ -27,7 +27,28 @@ _ASSERTING = (
 )
 pytest.register_assert_rewrite(*(f"dsv4.testing.{name}" for name in _ASSERTING.split()))
 
-from dsv4.testing.builder import MetadataBuilderConformance  # noqa: E402  (see above)
+from dsv4.testing.attention import AttentionConformance  # noqa: E402  (see above)
+from dsv4.testing.builder import MetadataBuilderConformance  # noqa: E402
+from dsv4.testing.compress import CompressConformance  # noqa: E402
+from dsv4.testing.experts import ExpertsConformance  # noqa: E402
+from dsv4.testing.linear import LinearConformance  # noqa: E402
+from dsv4.testing.mix import MixConformance  # noqa: E402
 from dsv4.testing.pool import KVPoolConformance  # noqa: E402
+from dsv4.testing.rope import RopeConformance  # noqa: E402
+from dsv4.testing.score import ScoreConformance  # noqa: E402
+from dsv4.testing.select import SelectConformance  # noqa: E402
+from dsv4.testing.store import StoreConformance  # noqa: E402
 
-__all__ = ["KVPoolConformance", "MetadataBuilderConformance"]
+__all__ = [
+    "AttentionConformance",
+    "CompressConformance",
+    "ExpertsConformance",
+    "KVPoolConformance",
+    "LinearConformance",
+    "MetadataBuilderConformance",
+    "MixConformance",
+    "RopeConformance",
+    "ScoreConformance",
+    "SelectConformance",
+    "StoreConformance",
+]

@@ -235,14 +235,14 @@ class MetadataBuilderConformance(PoolSetup):
         ):
             with capture_logs() as logs:
                 loc_T = builder.swa_loc_for(batch)
-            assert loc_T.tolist() == ExpectedForward(pool, batch).swa_loc(), reason
+            assert loc_T.tolist() == ExpectedForward.on(pool, batch).swa_loc(), reason
             assert [(log["event"], log["reason"]) for log in logs] == [
                 ("swa_loc_recomputed", reason)
             ]
         pool.commit(1, 2)
         with capture_logs() as logs:
             loc_T = builder.swa_loc_for(filled)
-        assert loc_T.tolist() == ExpectedForward(pool, filled).swa_loc()
+        assert loc_T.tolist() == ExpectedForward.on(pool, filled).swa_loc()
         assert [log["reason"] for log in logs] == ["other positions"]
         assert builder.swa_loc_for(None).tolist() == []
 
@@ -291,7 +291,7 @@ class MetadataBuilderConformance(PoolSetup):
 def _check(builder: MetadataBuilder, pool: KVPool, batch: ForwardBatch) -> None:
     builder.prepare(batch)
     builder.fill()
-    wrong = differences(builder.metadata.shared, ExpectedForward(pool, batch))
+    wrong = differences(builder.metadata.shared, ExpectedForward.on(pool, batch))
     assert not wrong, f"{', '.join(wrong)} of {batch} at lengths {pool.lengths.tolist()}"
 
 

@@ -52,12 +52,28 @@ class Closing:
 
 
 class ExpectedForward:
-    """The metadata of one batch on one pool, as of the pool's lengths now."""
+    """The metadata of one batch, from the committed lengths and the block table."""
 
-    def __init__(self, pool: KVPool, batch: ForwardBatch) -> None:
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        *,
+        model: ModelConfig,
+        sizes: Sizes,
+        lengths_by_slot: Sequence[int],
+        pages: Sequence[Sequence[int]],
+    ) -> None:
+        """`pages`: the block table, a row per slot."""
+        self.batch, self.model, self.sizes, self.pages = batch, model, sizes, pages
+        self.lengths = [lengths_by_slot[slot] if slot >= 0 else 0 for slot in batch.slots]
+        self.starts = [sum(batch.query_lengths[:b]) for b in range(len(batch.slots))]
+        self.tokens = self._tokens()
+
+    @classmethod
+    def on(cls, pool: KVPool, batch: ForwardBatch) -> ExpectedForward:
+        """On a pool, as of its lengths and block table now."""
         geometry = pool.geometry
-        self.model: ModelConfig = pool.model
-        self.sizes = Sizes(
+        sizes = Sizes(
             max_requests=geometry.max_requests,
             window=geometry.window,
             ring_rows=geometry.ring_rows,
@@ -65,12 +81,13 @@ class ExpectedForward:
             page_tokens=geometry.page_tokens,
             entry_base=geometry.entry_base,
         )
-        self.batch = batch
-        self.pages: list[list[int]] = pool.block_table.tolist()
-        every: list[int] = pool.lengths.tolist()
-        self.lengths = [every[slot] if slot >= 0 else 0 for slot in batch.slots]
-        self.starts = [sum(batch.query_lengths[:b]) for b in range(len(batch.slots))]
-        self.tokens = self._tokens()
+        return cls(
+            batch,
+            model=pool.model,
+            sizes=sizes,
+            lengths_by_slot=pool.lengths.tolist(),
+            pages=pool.block_table.tolist(),
+        )
 
     def _tokens(self) -> list[Token]:
         tokens: list[Token] = []

@@ -62,27 +62,6 @@ def pooled(gates: Sequence[Sequence[float]], values: Sequence[Sequence[float]]) 
     return out
 
 
-def attention(
-    query: Sequence[float], rows: Sequence[Sequence[float]], sink: float, scale: float
-) -> tuple[Vector, float]:
-    """Output and log-sum-exp of the keys for one head; the sink enters the denominator alone."""
-    scores = [scale * sum(a * b for a, b in zip(query, row, strict=True)) for row in rows]
-    zero = [0.0] * len(query)
-    if not scores:
-        return zero, -math.inf
-    top = max(scores)
-    lse = top + math.log(sum(math.exp(s - top) for s in scores))
-    if sink == math.inf:
-        return zero, lse
-    shift = max(top, sink)
-    weights = [math.exp(s - shift) for s in scores]
-    mass = sum(weights) + math.exp(sink - shift)
-    return [
-        sum(w * row[i] for w, row in zip(weights, rows, strict=True)) / mass
-        for i in range(len(query))
-    ], lse
-
-
 def silu(x: float) -> float:
     return x / (1 + math.exp(-x))
 
