@@ -1,0 +1,176 @@
+"""The same prompts through both pools and every row format: the tokens, the bytes, the speed.
+
+    python examples/compare_pools.py [CHECKPOINT_FOLDER] [--max-new-tokens N]
+
+In deterministic mode a token's logits do not depend on the pool, to the last bit. They do not depend on bf16 or packed
+fp8 either where the model itself rounds its KV to fp8 (kv_quant "official"): both hold those values exactly. Pools that
+must agree but do not make the exit status 1. fp32 rows round nothing, so that their text may part from the others'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+import attrs
+import torch
+from tqdm import tqdm
+
+import dsv4
+from dsv4 import registry
+from dsv4.errors import Dsv4Error, RequestError
+
+PROMPTS = (
+    "import os\nimport sys\n\n\ndef main():\n",
+    "def read_lines(path):\n    with open(path) as f:\n",
+    'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self):\n'
+    "        self.items = []\n\n    def __len__(self):\n        return len(self.items)\n\n"
+    "    def push(self, item):\n        self.items.append(item)\n\n    def pop(self):\n",
+)
+MAX_CONTEXT = 1024
+COMBINATIONS = [
+    (pool, row_format) for row_format in ("fp32", "bf16", "fp8") for pool in registry.pool_names()
+]
+
+Tokens = tuple[tuple[int, ...], ...]
+
+
+@attrs.frozen(kw_only=True)
+class Result:
+    """What one pool did with the prompts."""
+
+    pool: str
+    row_format: str
+    tokens: Tokens
+    """Generated token ids by prompt."""
+    texts: tuple[str, ...]
+    bytes_per_token: float
+    bytes_per_slot: int
+    tokens_per_second: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 if all pools that must agree do, 1 if not, 2 if the checkpoint cannot be used."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("checkpoint", nargs="?", default="tiny", help="folder (default: tiny)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    args = parser.parse_args(argv)
+    try:
+        model = dsv4.load(args.checkpoint, backend=backend_config(*COMBINATIONS[0]))
+        # disable=None: no bar unless standard error is a terminal.
+        bar = tqdm(COMBINATIONS, desc="pools", disable=None, leave=False)
+        results = [run(model, pool, rows, args.max_new_tokens) for pool, rows in bar]
+    except Dsv4Error as error:
+        print(f"compare_pools: error: {error}", file=sys.stderr)
+        return 2
+    print_texts(results[0])
+    official = model.config.kv_quant == "official"
+    agree = all(len({r.tokens for r in group}) == 1 for group in groups(results, official))
+    print(verdict(results, agree))
+    print_table(results)
+    return 0 if agree else 1
+
+
+def backend_config(pool: str, row_format: str) -> dsv4.BackendConfig:
+    pool_config = registry.pool_config_class(pool)(
+        max_requests=len(PROMPTS), max_context=MAX_CONTEXT, row_format=row_format
+    )
+    return dsv4.BackendConfig(pool=pool_config, deterministic=True)
+
+
+def run(model: dsv4.Model, pool: str, row_format: str, max_new_tokens: int) -> Result:
+    """Decode all prompts as one ragged batch on a backend of its own; the weights are shared."""
+    backend = dsv4.Backend.from_config(model.config, backend_config(pool, row_format))
+    completions, tokens_per_second = decode(
+        dsv4.Engine(attrs.evolve(model, backend=backend)), max_new_tokens
+    )
+    memory = type(backend.pool).estimate(backend.config.pool, model.config)
+    return Result(
+        pool=pool,
+        row_format=row_format,
+        tokens=tuple(completion.token_ids for completion in completions),
+        texts=tuple(completion.text for completion in completions),
+        bytes_per_token=memory.bytes_per_token,
+        bytes_per_slot=memory.bytes_per_slot,
+        tokens_per_second=tokens_per_second,
+    )
+
+
+def decode(engine: dsv4.Engine, max_new_tokens: int) -> tuple[list[dsv4.Completion], float]:
+    """The completions, and the tokens per second of the median decode step."""
+    tokenizer = engine.model.tokenizer
+    if tokenizer is None:
+        raise RequestError("prompts are text, but the checkpoint has no tokenizer; name another")
+    handles = [
+        engine.submit(
+            dsv4.Request(prompt_token_ids=tokenizer.encode(prompt), max_new_tokens=max_new_tokens)
+        )
+        for prompt in PROMPTS
+    ]
+    # The first step is the prefill of all prompts.
+    engine.step()
+    rates = []
+    while engine.num_running:
+        start = time.perf_counter()
+        num_tokens = len(engine.step())
+        rates.append(num_tokens / (time.perf_counter() - start))
+    completions = [handle.completion for handle in handles if handle.completion is not None]
+    return completions, statistics.median(rates) if rates else 0.0
+
+
+def groups(results: Sequence[Result], official: bool) -> list[list[Result]]:
+    """Results whose tokens must be equal: both pools of a row format; with official rounding bf16 and fp8 too."""
+    by_values: dict[str, list[Result]] = {}
+    for result in results:
+        rounded = official and result.row_format != "fp32"
+        by_values.setdefault("rounded" if rounded else result.row_format, []).append(result)
+    return list(by_values.values())
+
+
+def verdict(results: Sequence[Result], agree: bool) -> str:
+    """One line; where it is not simply yes, what differs."""
+    if not agree:
+        return "same tokens: NO, pools that must agree differ; see the table"
+    if all(result.tokens == results[0].tokens for result in results):
+        return f"same tokens: yes, all {len(results)}"
+    return (
+        "same tokens: yes, both pools of each row format (rounded rows may leave the text of fp32)"
+    )
+
+
+def print_texts(result: Result) -> None:
+    for number, (prompt, text) in enumerate(zip(PROMPTS, result.texts, strict=True), start=1):
+        print(f"--- prompt {number} of {len(PROMPTS)}, its continuation behind >>>")
+        print(f"{prompt}>>>{text}\n")
+
+
+def print_table(results: Sequence[Result]) -> None:
+    print(f"{'pool':<11} {'rows':<5} {'B/token':>8} {'B/slot':>8} {'tok/s':>7}  tokens")
+    for result in results:
+        print(
+            f"{result.pool:<11} {result.row_format:<5} {result.bytes_per_token:>8,.1f} "
+            f"{result.bytes_per_slot:>8,} {result.tokens_per_second:>7,.1f}  "
+            f"{difference(result.tokens, results[0].tokens)}"
+        )
+    print(
+        f"tok/s of the median decode step: {len(PROMPTS)} prompts in one batch, deterministic mode, CPU, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
+
+
+def difference(tokens: Tokens, wanted: Tokens) -> str:
+    """`same`, or where the tokens part from those of the first row."""
+    for number, (got, want) in enumerate(zip(tokens, wanted, strict=True), start=1):
+        if got != want:
+            pairs = zip(got, want, strict=False)
+            common = min(len(got), len(want))
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), common)
+            return f"prompt {number} differs from token {at + 1} on"
+    return "same"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
