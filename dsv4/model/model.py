@@ -29,7 +29,7 @@ class ForwardResult:
     """What one forward produced; lengths are not committed."""
 
     logits: Tensor
-    """fp32: [requests, vocab] of each request's newest token (zeros for idle ones), or [tokens, vocab]."""
+    """fp32: [requests, vocab] of each request's newest token, or [tokens, vocab]. Idle requests and padding: zeros."""
     streams_TND: Tensor
     """Residual streams after the last layer, before the head; input of the draft block."""
 
@@ -56,12 +56,20 @@ class Model:
         builder.prepare(batch)
         epoch = builder.fill()
         streams = self.decoder(builder.metadata, epoch, kernels, probe)
-        chosen = streams
+        shared = builder.metadata.shared
+        chosen, dead = streams, shared.slot_T < 0
+        if rows == "last" and streams.shape[0] == 0:
+            vocab = self.config.vocab_size
+            logits = torch.zeros(len(batch.slots), vocab, device=streams.device)
+            return ForwardResult(logits=logits, streams_TND=streams)
         if rows == "last":
-            last_B = builder.metadata.shared.last_row_B
-            chosen = streams.index_select(0, last_B.clamp(min=0)) if streams.shape[0] else streams
+            row_B = shared.last_row_B.clamp(min=0)
+            chosen = streams.index_select(0, row_B)
+            dead = dead.index_select(0, row_B) | (shared.last_row_B < 0)
         logits = self.decoder.logits(chosen, kernels, probe)
-        return ForwardResult(logits=logits, streams_TND=streams)
+        return ForwardResult(
+            logits=logits.masked_fill_(dead.unsqueeze(1), 0.0), streams_TND=streams
+        )
 
     def forward(self, batch: ForwardBatch, *, rows: Literal["last", "all"] = "last") -> Tensor:
         """Logits of one forward, see `run`."""

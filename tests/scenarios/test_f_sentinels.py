@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import pytest
 import torch
 from torch import Tensor
 
 from dsv4.config import PoolConfig
 from dsv4.metadata.batch import ForwardBatch
+from dsv4.model.model import Model
 from dsv4.pool.base import Component, Region
 from tests.scenarios.catalogue import scenario
 from tests.scenarios.harness import Session, assert_same, truth
@@ -94,6 +98,28 @@ def test_requests_without_a_slot_store_nothing_and_give_nothing(family: type[Poo
         assert not out[[1, 3]].any(), "attention of a padding token is exactly zero"
     assert [session.slot_bytes(slot) for slot in (1, 2)] == bytes_of_others
     session.assert_guards_intact()
+
+
+@scenario("F", 20)
+@pytest.mark.parametrize("rows", ["last", "all"])
+def test_logits_of_requests_without_a_slot_or_without_tokens_are_zero(
+    family: type[PoolConfig], rows: Literal["last", "all"]
+) -> None:
+    sequence = truth(64)
+    session = Session(family, slots=4)
+    model = Model(config=session.decoder.config, decoder=session.decoder, backend=session.backend)
+    first, idle = session.open_all(2)
+    batch = ForwardBatch.of([(-1, [5, 6]), (idle, []), (first, sequence.ids[:3])])
+    logits = model.forward(batch.padded(num_tokens=8, num_requests=4), rows=rows)
+    expected = torch.zeros(4 if rows == "last" else 8, 64)
+    if rows == "last":
+        expected[2] = sequence.logits[2]
+    else:
+        expected[2:5] = sequence.logits[:3]
+    assert_same(logits, expected)
+    nothing = ForwardBatch.of([(-1, []), (idle, [])])
+    assert not model.forward(nothing).any()
+    assert model.forward(nothing).shape == (2, 64)
 
 
 @scenario("F", 21)

@@ -41,7 +41,6 @@ NOT_COVERED = {
 
 PARTLY_COVERED = {
     4: "equality of two planners: there is one, in torch",
-    20: "that logits rows of padding are zero: attention is exactly zero there, the head is not masked",
     26: "capture and replay need a GPU; the exchanged lengths run eagerly",
     25: "a list longer than its width cannot raise in a kernel; that no list is longer is shown on the plan",
     27: "a captured bucket needs a GPU; padding is compared eagerly",
