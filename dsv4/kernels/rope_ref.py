@@ -1,4 +1,7 @@
-"""RoPE on the last channels of a vector, interleaved pairs (spec/architecture.md 3.1)."""
+"""RoPE on the last channels of a vector, interleaved pairs (spec/architecture.md 3.1).
+
+Legend: T tokens, P pairs. Pair (a, b) turns into (a cos - b sin, b cos + a sin).
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,24 @@ from dsv4.kernels.base import RopeKernel
 from dsv4.metadata.plans import RopeTable
 
 
+def interleaved(rope: RopeTable, rank: int, *, inverse: bool) -> tuple[Tensor, Tensor]:
+    """cos and signed sin, one value a channel, broadcasting over heads; made once per forward and form."""
+    key = (rank, inverse)
+    if key not in rope.derived:
+        shape = (rope.cos_TP.shape[0],) + (1,) * (rank - 2) + (-1,)
+        sin_TP = -rope.sin_TP if inverse else rope.sin_TP
+        cos = torch.stack([rope.cos_TP, rope.cos_TP], -1).view(shape)
+        rope.derived[key] = cos, torch.stack([-sin_TP, sin_TP], -1).view(shape)
+    return rope.derived[key]
+
+
 class TorchRope(RopeKernel):
     def rotate(self, x: Tensor, rope: RopeTable, *, inverse: bool = False) -> Tensor:
-        cos, sin = rope.cos_TP, rope.sin_TP
-        if x.dim() == 3:
-            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        if inverse:
-            sin = -sin
-        width = 2 * rope.cos_TP.shape[-1]
-        out = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-        a, b = out[..., -width::2], out[..., 1 - width :: 2] if width > 1 else out[..., 0:0]
-        rotated_a, rotated_b = a * cos - b * sin, a * sin + b * cos
-        a.copy_(rotated_a)
-        b.copy_(rotated_b)
-        return out.to(x.dtype)
+        if x.shape[0] == 0:
+            return x
+        cos, sin = interleaved(rope, x.dim(), inverse=inverse)
+        width = cos.shape[-1]
+        turned = x[..., -width:].to(torch.promote_types(x.dtype, torch.float32))
+        swapped = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        turned = (turned * cos).add_(swapped * sin)
+        return torch.cat([x[..., :-width], turned.to(x.dtype)], dim=-1)

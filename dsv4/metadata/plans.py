@@ -20,6 +20,8 @@ class RopeTable:
 
     cos_TP: Tensor
     sin_TP: Tensor
+    derived: dict[object, tuple[Tensor, Tensor]] = field(factory=dict, repr=False)
+    """Other forms of the table that a kernel made: once per forward."""
 
 
 @frozen(eq=False)
