@@ -12,7 +12,7 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4.kernels.base import AttentionKernel
-from dsv4.metadata.plans import IndexStream, Source
+from dsv4.metadata.plans import Source
 
 TILE_VALUES = 1 << 20  # gathered values per token tile: 4 MiB in fp32, a CPU's L2
 LANE_TILE = 64

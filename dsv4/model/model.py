@@ -116,12 +116,26 @@ def load(
     backend = backend or BackendConfig(pool=default_pool(config))
     decoder = Decoder(config, chosen)
     load_weights(decoder, folder)
+    check_hash_tables(decoder, folder)
     return Model(
         config=config,
         decoder=decoder.to(device).eval(),
         backend=Backend.from_config(config, backend, device),
         tokenizer=load_tokenizer(folder, config),
     )
+
+
+def check_hash_tables(decoder: Decoder, folder: Path) -> None:
+    """Hash routing looks experts up unchecked, so a table that names none must not get past loading."""
+    for name, tensor in decoder.official_tensors().items():
+        if not name.endswith("tid2eid"):
+            continue
+        low, high = int(tensor.view.min()), int(tensor.view.max())
+        limit = decoder.config.n_routed_experts
+        if low < 0 or high >= limit:
+            raise CheckpointError(
+                f"{folder}: {name} names experts {low}..{high}, the model has {limit}; the file is corrupt"
+            )
 
 
 def default_pool(config: ModelConfig) -> UnifiedPoolConfig:

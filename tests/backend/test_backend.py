@@ -1,0 +1,145 @@
+"""Backend: composition, exact memory estimates, clear refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import dsv4
+from dsv4.errors import BatchError, ConfigError, KernelError
+from dsv4.model.decoder import Decoder
+from dsv4.pool.three_pool import ThreePool
+from dsv4.pool.unified import UnifiedPool
+
+POOLS = (dsv4.UnifiedPoolConfig, dsv4.ThreePoolConfig)
+
+
+@pytest.fixture
+def model(golden: Path) -> dsv4.ModelConfig:
+    return dsv4.ModelConfig.from_json(golden / "tiny" / "config.json")
+
+
+def storage_nbytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of distinct storages."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(("config", "pool"), [(POOLS[0], UnifiedPool), (POOLS[1], ThreePool)])
+def test_the_type_of_the_pool_config_chooses_the_pool(model, config, pool):
+    backend = dsv4.Backend.create(model, config(max_requests=2, max_context=64))
+    assert type(backend.pool) is pool
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"row_format": "fp8", "index_format": "fp4", "in_place_tokens": 5},
+        {"row_format": "bf16", "num_pages": 3, "max_context": 1000},
+    ],
+)
+def test_the_estimate_is_the_sum_of_all_tensors_exactly(model, pool, options):
+    config = dsv4.BackendConfig(
+        pool=pool(**({"max_requests": 3, "max_context": 300} | options)),
+        max_batch_tokens=70,
+        score_budget_bytes=2000,
+    )
+    report = dsv4.Backend.estimate(model, config)
+    backend = dsv4.Backend.from_config(model, config)
+    pool_nbytes = storage_nbytes(list(backend.pool.tensors.values()))
+    assert report.total == pool_nbytes + sum(backend.builder.nbytes().values())
+
+
+def test_nothing_grows_with_the_number_of_decoded_tokens(model):
+    backend = dsv4.Backend.create(
+        model, dsv4.UnifiedPoolConfig(max_requests=1, max_context=600), max_batch_tokens=8
+    )
+    decoder = Decoder(model)
+    slot = backend.pool.acquire()
+    backend.pool.reserve(slot, 600)
+
+    def held() -> int:
+        return storage_nbytes(
+            [*backend.pool.tensors.values(), *backend.builder._buffers.tensors.values()]
+        )
+
+    before = held()
+    with torch.inference_mode():
+        for _ in range(520):
+            backend.builder.prepare(dsv4.ForwardBatch.of([(slot, [7])]))
+            decoder(backend.builder.metadata, backend.builder.fill(), backend.kernels)
+            backend.pool.commit(slot, 1)
+    assert held() == before
+    # remembered views: one per name and shape, and shapes change once in 256 tokens
+    assert len(backend.builder._buffers._views) < 300
+
+
+def test_an_unknown_kernel_set_is_refused_by_name(model):
+    with pytest.raises(KernelError, match="trtion"):
+        dsv4.Backend.create(
+            model, dsv4.UnifiedPoolConfig(max_requests=1, max_context=64), kernels="trtion"
+        )
+
+
+def test_an_override_of_an_unknown_op_names_the_known_ones(model):
+    with pytest.raises(ConfigError, match="attend"):
+        dsv4.Backend.create(
+            model,
+            dsv4.UnifiedPoolConfig(max_requests=1, max_context=64),
+            overrides={"atend": "torch"},
+        )
+
+
+def test_a_single_op_can_be_overridden(model):
+    backend = dsv4.Backend.create(
+        model,
+        dsv4.UnifiedPoolConfig(max_requests=1, max_context=64),
+        overrides={"attend": "torch"},
+    )
+    assert type(backend.kernels.attend).__name__ == "TorchAttention"
+
+
+def test_a_device_that_is_not_there_is_one_clear_error(model):
+    with pytest.raises(ConfigError, match="cpu"):
+        dsv4.Backend.create(
+            model, dsv4.UnifiedPoolConfig(max_requests=1, max_context=64), device="cuda:99"
+        )
+
+
+def test_a_batch_above_the_capacity_names_the_knob(model):
+    backend = dsv4.Backend.create(
+        model, dsv4.UnifiedPoolConfig(max_requests=2, max_context=64), max_batch_tokens=4
+    )
+    slot = backend.pool.acquire()
+    backend.pool.reserve(slot, 64)
+    with pytest.raises(BatchError, match="max_batch_tokens"):
+        backend.builder.prepare(dsv4.ForwardBatch.of([(slot, [1] * 5)]))
+
+
+def test_token_ids_outside_the_vocabulary_are_refused(model):
+    backend = dsv4.Backend.create(model, dsv4.UnifiedPoolConfig(max_requests=2, max_context=64))
+    slot = backend.pool.acquire()
+    backend.pool.reserve(slot, 64)
+    for bad in (-1, model.vocab_size):
+        with pytest.raises(BatchError, match=str(model.vocab_size)):
+            backend.builder.prepare(dsv4.ForwardBatch.of([(slot, [bad])]))
+
+
+def test_every_public_name_is_importable():
+    for name in dsv4.__all__:
+        assert getattr(dsv4, name) is not None
+    with pytest.raises(AttributeError, match="no attribute"):
+        _ = dsv4.nothing
+
+
+def test_a_backend_config_file_composes_the_same_backend(model, tmp_path):
+    config = dsv4.BackendConfig(pool=dsv4.ThreePoolConfig(max_requests=2, max_context=128))
+    config.dump(tmp_path / "backend.json")
+    assert json.loads((tmp_path / "backend.json").read_text())["pool"]["type"] == "three-pool"
+    loaded = dsv4.BackendConfig.load(tmp_path / "backend.json")
+    assert type(dsv4.Backend.from_config(model, loaded).pool) is ThreePool
