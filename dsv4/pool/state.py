@@ -140,7 +140,7 @@ class WindowRing(PositionedRows):
         return range(max(0, length - self.geometry.window), length)
 
     def rows(self, holding: Holding, span_K: Tensor) -> Tensor:
-        return self.geometry.window_row(holding.slot, span_K)
+        return self.component.first_row + self.geometry.window_row(holding.slot, span_K)
 
 
 class OverlapRing(PositionedRows):

@@ -18,7 +18,7 @@ from dsv4.pool.allocator import PageAllocator, SlotAllocator
 from dsv4.pool.base import Component, KVPool, KVView, MemoryReport, Region, Snapshot
 from dsv4.pool.formats import RowFormat, index_format, row_format
 from dsv4.pool.geometry import PoolGeometry
-from dsv4.pool.layout import PoolLayout, TableSpec, build_layout
+from dsv4.pool.layout import PoolLayout, Share, TableSpec, build_layout
 from dsv4.pool.parts import build_parts
 from dsv4.pool.plan import report
 from dsv4.pool.snapshot import check_fits, drop, snapshot_signature
@@ -122,12 +122,22 @@ class TablePool(KVPool):
                     first_row=share.first_row,
                 )
                 if table.layer is not None and share.region is not None:
-                    assert table.format is not None, f"{table.name} is read through a view"
-                    # Every layer's WINDOW view has the same rows: one index stream serves all.
-                    windows = share.region is Region.WINDOW
-                    num_rows = self.geometry.window_rows if windows else table.num_rows
-                    view = KVView(storage, num_rows, table.format)
-                    self._views[table.layer, share.region] = view
+                    self._views[table.layer, share.region] = self._view_of(table, share)
+
+    def _view_of(self, table: TableSpec, share: Share) -> KVView:
+        storage, row_format = self.tensors[table.name], table.format
+        assert row_format is not None, f"{table.name} is read through a view"
+        if share.region is not Region.WINDOW:
+            return KVView(storage, table.num_rows, row_format)
+        # Every layer's WINDOW view has the same rows, wherever in its table they are: one index stream serves all.
+        first_plane, inside = divmod(share.first_row, row_format.plane_rows)
+        if inside:
+            raise ConfigError(
+                f"{share.name}: starts at row {share.first_row}, which is inside a plane of "
+                f"{row_format.plane_rows} rows; start the window rings on a plane's first row"
+            )
+        rings = storage[first_plane:] if first_plane else storage
+        return KVView(rings, self.geometry.window_rows, row_format)
 
     # request life
 
