@@ -34,7 +34,7 @@ def leaves(value: object, name: str = "") -> dict[str, Tensor]:
         pairs = [(str(key), part) for key, part in value.items()]
     elif isinstance(value, SharedTensors | IndexStream | OverlapPlan | FoldPlan | RopeTable):
         pairs = [
-            (f.name, getattr(value, f.name)) for f in attrs.fields(type(value)) if f.name != "dense"
+            (f.name, getattr(value, f.name)) for f in attrs.fields(type(value)) if f.name != "derived"
         ]
     else:
         return {}
