@@ -13,7 +13,7 @@ from dsv4.config import BackendConfig, ModelConfig, PoolConfig, kernels_from_env
 from dsv4.errors import ConfigError, KernelError
 from dsv4.kernels.base import KernelFamily, KernelSet
 from dsv4.log import get_logger
-from dsv4.metadata.table_builder import TableMetadataBuilder
+from dsv4.metadata.base import MetadataBuilder
 from dsv4.pool.base import KVPool, MemoryReport
 
 _log = get_logger(__name__)
@@ -43,7 +43,7 @@ class Backend:
     """Resolved: no default left open but `kernels`."""
     model: ModelConfig
     pool: KVPool
-    builder: TableMetadataBuilder
+    builder: MetadataBuilder
     kernels: KernelSet
 
     @classmethod
@@ -70,7 +70,7 @@ class Backend:
         config = config.resolved(model)
         kernel_set = build_kernels(model, config, device)
         pool = registry.pool_class(config.pool)(config.pool, model, device)
-        builder = pool.builder_type(pool, config)  # type: ignore[call-arg]
+        builder = pool.builder_class()(pool, config)
         _log.info(
             "backend_created",
             pool=type(pool).__name__,
@@ -78,7 +78,7 @@ class Backend:
             device=str(device),
             deterministic=config.deterministic,
         )
-        return cls(config=config, model=model, pool=pool, builder=builder, kernels=kernel_set)  # type: ignore[arg-type]
+        return cls(config=config, model=model, pool=pool, builder=builder, kernels=kernel_set)
 
     @staticmethod
     def estimate(model: ModelConfig, config: BackendConfig) -> MemoryReport:
@@ -86,9 +86,8 @@ class Backend:
         config = config.resolved(model)
         pool_class = registry.pool_class(config.pool)
         report = pool_class.estimate(config.pool, model)
-        builder = TableMetadataBuilder.estimate(
-            model, pool_class.geometry_of(config.pool, model), config, config.pool.max_context
-        )
+        geometry = pool_class.geometry_of(config.pool, model)
+        builder = pool_class.builder_class().estimate(model, geometry, config)
         return attrs.evolve(report, components={**report.components, **builder})
 
 

@@ -13,7 +13,6 @@ import attrs
 import pytest
 
 import dsv4
-from dsv4.metadata.table_builder import TableMetadataBuilder
 from dsv4.pool.formats import RowFormat
 from dsv4.pool.geometry import PoolGeometry
 from dsv4.pool.layout import TableSpec, entries_share, rows_table, window_share
@@ -25,7 +24,6 @@ class EntriesFirstPool(TablePool):
     """[ page 0 entries | page 1 entries | ... | slot 0 ring | slot 1 ring | ... ], one table per layer."""
 
     entries_behind_windows = False
-    builder_type = TableMetadataBuilder
 
     @classmethod
     def kv_tables(

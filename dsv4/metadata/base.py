@@ -8,8 +8,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from dsv4.config import BackendConfig, ModelConfig
 from dsv4.metadata.batch import ForwardBatch
 from dsv4.metadata.forward import Epoch, ForwardMetadata
+from dsv4.pool.base import KVPool
+from dsv4.pool.geometry import PoolGeometry
 
 
 class MetadataBuilder(ABC):
@@ -32,6 +35,17 @@ class MetadataBuilder(ABC):
     """Same object for the builder's life."""
     computed: Counter[str]
     """How often each shared tensor was computed by the latest fill."""
+
+    @abstractmethod
+    def __init__(self, pool: KVPool, config: BackendConfig) -> None:
+        """Allocate every buffer for the largest batch of a resolved `config`, on the pool's device."""
+
+    @classmethod
+    @abstractmethod
+    def estimate(
+        cls, model: ModelConfig, geometry: PoolGeometry, config: BackendConfig
+    ) -> Mapping[str, int]:
+        """What `nbytes` of a builder of this resolved config returns; allocates nothing."""
 
     @abstractmethod
     def prepare(self, batch: ForwardBatch) -> None:

@@ -71,7 +71,8 @@ class ForwardMetadata:
         self._shared: SharedTensors | None = None
         self._layers: Sequence[LayerTensors] = ()
 
-    def _publish(self, shared: SharedTensors, layers: Sequence[LayerTensors]) -> Epoch:
+    def publish(self, shared: SharedTensors, layers: Sequence[LayerTensors]) -> Epoch:
+        """What a builder filled, one item of `layers` per layer; everything published before is stale from here."""
         self._shared, self._layers = shared, layers
         self._epoch = Epoch(self._epoch + 1)
         return self._epoch

@@ -6,7 +6,6 @@ Both pool families present the same two segments per token, window rows and entr
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -42,12 +41,15 @@ class _Filled:
     advances: int
 
 
-def capacity_of(config: BackendConfig, max_requests: int, max_context: int) -> BatchShape:
+def capacity_of(config: BackendConfig) -> BatchShape:
     """The largest batch shape a backend may see."""
-    requests = config.max_batch_requests or max_requests
+    requests = config.max_batch_requests or config.pool.max_requests
     tokens = max(config.max_batch_tokens, requests)
     return BatchShape(
-        num_tokens=tokens, num_requests=requests, max_query_tokens=tokens, max_length=max_context
+        num_tokens=tokens,
+        num_requests=requests,
+        max_query_tokens=tokens,
+        max_length=config.pool.max_context,
     )
 
 
@@ -57,28 +59,24 @@ class TableMetadataBuilder(MetadataBuilder):
     def __init__(self, pool: KVPool, config: BackendConfig) -> None:
         model, geometry = pool.model, pool.geometry
         self._pool, self._model, self._geometry = pool, model, geometry
-        self.capacity = capacity_of(config, geometry.max_requests, pool.config.max_context)
+        self.capacity = capacity_of(config)
         self._buffers = Buffers(buffer_specs(model, geometry, self.capacity), pool.device)
         scratch = workspace_specs(model, self.capacity, config.score_budget_bytes)
         self._scratch = Buffers(scratch, pool.device)
         self._filler = Filler(model, geometry, pool, self._buffers)
         self.metadata = ForwardMetadata()
+        self.computed = self._buffers.computed
         self._batch: ForwardBatch | None = None
         self._shape: BatchShape | None = None
         self._filled: _Filled | None = None
         self._advances = 0
         self._ahead: dict[int, tuple[int, int]] = {}
 
-    @property
-    def computed(self) -> Counter[str]:  # type: ignore[override]
-        return self._buffers.computed
-
     @classmethod
     def estimate(
-        cls, model: ModelConfig, geometry: PoolGeometry, config: BackendConfig, max_context: int
+        cls, model: ModelConfig, geometry: PoolGeometry, config: BackendConfig
     ) -> dict[str, int]:
-        """Bytes of every buffer, before anything is allocated."""
-        capacity = capacity_of(config, geometry.max_requests, max_context)
+        capacity = capacity_of(config)
         specs: dict[str, BufferSpec] = {
             f"metadata.{k}": v for k, v in buffer_specs(model, geometry, capacity).items()
         }
@@ -163,7 +161,7 @@ class TableMetadataBuilder(MetadataBuilder):
         request_slots = self._buffers.view("slots", self._shape.num_requests)
         layers = layer_tensors(self._pool, shared, workspace, request_slots)
         self._filled = _Filled(self._batch, self._pool.version, self._advances)
-        return self.metadata._publish(shared, layers)
+        return self.metadata.publish(shared, layers)
 
     def advance(self, accepted_B: Tensor) -> None:
         if self._batch is None:

@@ -162,10 +162,10 @@ class KVPool(ABC):
     """[max_requests, hc_mult * hidden_size] fp32, the residual streams of each slot's last token: what a draft
     layer continues from. None if the model has no draft layer."""
 
-    @property
+    @classmethod
     @abstractmethod
-    def builder_type(self) -> type[MetadataBuilder]:
-        """The metadata builder that speaks this family's addresses (a class attribute will do)."""
+    def builder_class(cls) -> type[MetadataBuilder]:
+        """The metadata builder that speaks this family's addresses."""
 
     @classmethod
     @abstractmethod

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from operator import index
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from attrs import define, field
@@ -24,6 +24,9 @@ from dsv4.pool.plan import report
 from dsv4.pool.snapshot import check_fits, drop, snapshot_signature
 from dsv4.pool.state import Holding, StatePart
 from dsv4.pool.storage import adopt, allocate
+
+if TYPE_CHECKING:
+    from dsv4.metadata.base import MetadataBuilder
 
 
 @define(kw_only=True)
@@ -58,6 +61,13 @@ class TablePool(KVPool):
         return build_layout(
             config, model, cls.kv_tables, entries_behind_windows=cls.entries_behind_windows
         )
+
+    @classmethod
+    def builder_class(cls) -> type[MetadataBuilder]:
+        # Imported late: metadata is built on pools.
+        from dsv4.metadata.table_builder import TableMetadataBuilder
+
+        return TableMetadataBuilder
 
     @classmethod
     def geometry_of(cls, config: PoolConfig, model: ModelConfig) -> PoolGeometry:

@@ -25,8 +25,8 @@ class ThreePool(TablePool):
     config_type: ClassVar[type[PoolConfig]] = ThreePoolConfig
     entries_behind_windows: ClassVar[bool] = False
 
-    @property
-    def builder_type(self) -> type[MetadataBuilder]:
+    @classmethod
+    def builder_class(cls) -> type[MetadataBuilder]:
         # Imported late: metadata is built on pools.
         from dsv4.metadata.three_pool import ThreePoolMetadataBuilder
 

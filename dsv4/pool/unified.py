@@ -27,8 +27,8 @@ class UnifiedPool(TablePool):
     config_type: ClassVar[type[PoolConfig]] = UnifiedPoolConfig
     entries_behind_windows: ClassVar[bool] = True
 
-    @property
-    def builder_type(self) -> type[MetadataBuilder]:
+    @classmethod
+    def builder_class(cls) -> type[MetadataBuilder]:
         # Imported late: metadata is built on pools.
         from dsv4.metadata.unified import UnifiedMetadataBuilder
 

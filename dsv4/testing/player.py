@@ -49,8 +49,7 @@ def build_pool(
 def build_builder(pool: KVPool, *, max_batch_tokens: int = 128) -> MetadataBuilder:
     """The pool's own metadata builder."""
     config = backend_config(pool.config, max_batch_tokens=max_batch_tokens)
-    builder: MetadataBuilder = pool.builder_type(pool, config)  # type: ignore[call-arg]
-    return builder
+    return pool.builder_class()(pool, config)
 
 
 class Player:

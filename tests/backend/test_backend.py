@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 
 import dsv4
 from dsv4.errors import BatchError, ConfigError, KernelError
+from dsv4.metadata.base import MetadataBuilder
+from dsv4.metadata.table_builder import TableMetadataBuilder
 from dsv4.model.decoder import Decoder
+from dsv4.model.model import Model
 from dsv4.pool.three_pool import ThreePool
 from dsv4.pool.unified import UnifiedPool
 
@@ -32,6 +36,66 @@ def storage_nbytes(tensors: list[torch.Tensor]) -> int:
 def test_the_type_of_the_pool_config_chooses_the_pool(model, config, pool):
     backend = dsv4.Backend.create(model, config(max_requests=2, max_context=64))
     assert type(backend.pool) is pool
+
+
+class ForeignBuilder(MetadataBuilder):
+    """Has what MetadataBuilder promises, and nothing else."""
+
+    def __init__(self, pool, config):
+        self._inner = TableMetadataBuilder(pool, config)
+        self._extra = torch.empty(5, dtype=torch.uint8)
+        self.metadata, self.computed = self._inner.metadata, self._inner.computed
+
+    @classmethod
+    def estimate(cls, model, geometry, config):
+        return {"extra": 5, **TableMetadataBuilder.estimate(model, geometry, config)}
+
+    def prepare(self, batch):
+        self._inner.prepare(batch)
+
+    def fill(self):
+        return self._inner.fill()
+
+    def advance(self, accepted_B):
+        self._inner.advance(accepted_B)
+
+    def swa_loc_for(self, batch):
+        return self._inner.swa_loc_for(batch)
+
+    def nbytes(self):
+        return {"extra": 5, **self._inner.nbytes()}
+
+
+class ForeignlyFilledPool(UnifiedPool):
+    @classmethod
+    def builder_class(cls):
+        return ForeignBuilder
+
+
+@attrs.frozen(kw_only=True)
+class ForeignlyFilledConfig(dsv4.UnifiedPoolConfig):
+    pool_class = ForeignlyFilledPool
+
+
+def test_a_builder_of_another_package_serves_estimate_and_decoding(model):
+    logits, estimates = [], []
+    decoder = Decoder(model)
+    torch.manual_seed(0)
+    for tensor in decoder.official_tensors().values():
+        if tensor.view.is_floating_point():
+            tensor.view.normal_(0, 0.2)
+    for pool_config in (POOLS[0], ForeignlyFilledConfig):
+        pool = pool_config(max_requests=1, max_context=64)
+        backend = dsv4.Backend.create(model, pool, max_batch_tokens=8)
+        estimates.append(dsv4.Backend.estimate(model, backend.config).total)
+        slot = backend.pool.acquire()
+        backend.pool.reserve(slot, 8)
+        loaded = Model(config=model, decoder=decoder, backend=backend)
+        logits.append(loaded.forward(dsv4.ForwardBatch.of([(slot, range(8))]), rows="all"))
+    assert type(backend.builder) is ForeignBuilder
+    assert torch.equal(*logits)
+    assert logits[0].std() > 0.01
+    assert estimates[1] == estimates[0] + 5
 
 
 @pytest.mark.parametrize("pool", POOLS)

@@ -140,7 +140,7 @@ class Session:
             config=config,
             model=model,
             pool=self.pool,
-            builder=self.pool.builder_type(self.pool, config),  # type: ignore[call-arg]
+            builder=self.pool.builder_class()(self.pool, config),
             kernels=build_kernels(model, config, torch.device("cpu")),
         )
         self.builder, self.kernels = self.backend.builder, self.backend.kernels
