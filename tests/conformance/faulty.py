@@ -130,7 +130,9 @@ class StaleBuilder(UnifiedMetadataBuilder):
 
 
 class StalePool(UnifiedPool):
-    builder_type = StaleBuilder  # type: ignore[assignment]
+    @classmethod
+    def builder_class(cls) -> type[StaleBuilder]:
+        return StaleBuilder
 
 
 class TestStale(GivesPool, MetadataBuilderConformance):
