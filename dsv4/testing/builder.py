@@ -21,7 +21,7 @@ from dsv4.pool.base import KVPool
 from dsv4.testing.compare import differences
 from dsv4.testing.expected import ExpectedForward
 from dsv4.testing.memory import differing, pool_bytes, tensor_bytes
-from dsv4.testing.models import CSA, HCA, SLIDING, small_model
+from dsv4.testing.models import CSA, HCA, SLIDING, backend_config, small_model
 from dsv4.testing.player import Player
 from dsv4.testing.pool_setup import MakePlayer, PoolSetup, refused, some_ids
 
@@ -34,7 +34,9 @@ def leaves(value: object, name: str = "") -> dict[str, Tensor]:
         pairs = [(str(key), part) for key, part in value.items()]
     elif isinstance(value, SharedTensors | IndexStream | OverlapPlan | FoldPlan | RopeTable):
         pairs = [
-            (f.name, getattr(value, f.name)) for f in attrs.fields(type(value)) if f.name != "derived"
+            (f.name, getattr(value, f.name))
+            for f in attrs.fields(type(value))
+            if f.name != "derived"
         ]
     else:
         return {}
@@ -175,6 +177,16 @@ class MetadataBuilderConformance(PoolSetup):
                 assert "swa_loc" in counts
             names.append(set(counts))
         assert names[0] == names[1]
+
+    def test_4_every_buffer_is_allocated_at_construction_as_estimated(self, player: Player) -> None:
+        """4. Buffers are of the largest shape from the start: `nbytes` is what `estimate` says, and does not grow."""
+        builder, pool = player.builder, player.pool
+        config = backend_config(pool.config)
+        estimated = dict(type(builder).estimate(pool.model, pool.geometry, config))
+        assert dict(builder.nbytes()) == estimated
+        builder.prepare(batch_of({3: 30, 1: 40}, padding=58))
+        builder.fill()
+        assert dict(builder.nbytes()) == estimated
 
     def test_4_shapes_depend_on_the_batch_shape_alone(self, player: Player) -> None:
         """4. Shapes depend on the BatchShape alone: equal shapes of other slots give equal shapes of tensors; buffers
