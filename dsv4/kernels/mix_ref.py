@@ -28,12 +28,21 @@ def normalise_few(comb_TNN: Tensor, eps: float, iterations: int) -> Tensor:
 def normalise_many(comb_TNN: Tensor, eps: float, iterations: int) -> Tensor:
     """Tokens innermost, so that every operation is a long vector; a token's sums are in stream order in any batch."""
     comb_NNT = comb_TNN.permute(1, 2, 0).contiguous()
-    eps_ = torch.tensor(eps, dtype=comb_NNT.dtype, device=comb_NNT.device)
-    comb_NNT.div_(comb_NNT.sum(0, keepdim=True).add_(eps_))
+    _divide_by_sum(comb_NNT, 0, eps)
     for _ in range(iterations - 1):
-        comb_NNT.div_(comb_NNT.sum(1, keepdim=True).add_(eps_))
-        comb_NNT.div_(comb_NNT.sum(0, keepdim=True).add_(eps_))
+        _divide_by_sum(comb_NNT, 1, eps)
+        _divide_by_sum(comb_NNT, 0, eps)
     return comb_NNT.permute(2, 0, 1).contiguous()
+
+
+def _divide_by_sum(comb_NNT: Tensor, dim: int, eps: float) -> None:
+    # Not torch's sum: from 5 streams on it adds in another order at the end of its vector loop, so that a token's bits
+    # would depend on how many tokens there are.
+    first_NT, *others = comb_NNT.unbind(dim)
+    total_NT = first_NT + eps
+    for next_NT in others:
+        total_NT += next_NT
+    comb_NNT.div_(total_NT.unsqueeze(dim))
 
 
 class TorchMix(MixKernel):
