@@ -191,8 +191,9 @@ class TablePool(KVPool):
         book = self._exact_book(src, "fork")
         page_tokens = self.geometry.page_tokens
         num_shared = book.length // page_tokens if self._paged else 0
-        copies = self._pages_for(book.length) - num_shared
-        self._pages.require(copies, purpose=f"slot {src}: forking {book.length} tokens")
+        # Up to what is written, not what is committed: the fork may still commit the source's provisional tokens.
+        copies = self._pages_for(book.highest) - num_shared
+        self._pages.require(copies, purpose=f"slot {src}: forking {book.highest} tokens")
         slot = self._slots.acquire()
         shared = book.pages[:num_shared]
         self._pages.share(shared)
@@ -203,7 +204,7 @@ class TablePool(KVPool):
             for source, target in zip(book.pages[num_shared:], copied, strict=False):
                 part.copy_page(source, target)
         floor = max(book.floor, num_shared * page_tokens)
-        reserved = (num_shared + copies) * page_tokens if self._paged else book.length
+        reserved = (num_shared + copies) * page_tokens if self._paged else book.highest
         book.floor = floor
         self._books[slot] = SlotBook(
             length=book.length,

@@ -137,6 +137,25 @@ def test_provisional_tokens_of_the_source_do_not_reach_the_fork(family: type[Tab
 
 
 @families
+@pytest.mark.parametrize("length", [29, 31, 32])
+def test_a_fork_commits_provisional_tokens_of_its_source(
+    family: type[TablePool], length: int
+) -> None:
+    """Also those that lie on pages behind the committed ones."""
+    pool = make_pool(family, in_place_tokens=8)
+    slot = pool.acquire()
+    pool.reserve(slot, 60)
+    tokens = feed(pool, slot, extend(pool, slot, [], range(length)), range(900, 908))
+    fork = pool.fork(slot)
+    for branch in (slot, fork):
+        pool.commit(branch, 8)
+        check(pool, branch, tokens)
+    pool.reserve(fork, 60)
+    check(pool, fork, extend(pool, fork, tokens, range(10)))
+    check(pool, slot, tokens)
+
+
+@families
 def test_a_fork_has_overwritten_what_its_source_has(family: type[TablePool]) -> None:
     pool = make_pool(family, in_place_tokens=4)
     slot = pool.acquire()
