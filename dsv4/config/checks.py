@@ -14,8 +14,12 @@ from dsv4.errors import ConfigError
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
 
+MOST = 2**63 - 1
+"""What torch takes as a size."""
+
+
 def integer(*, least: int, optional: bool = False) -> Validator:
-    """An int of at least `least` (a bool is none); None too if `optional`."""
+    """An int from `least` to MOST (a bool is none); None too if `optional`."""
 
     def check(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
         if value is None and optional:
@@ -26,6 +30,8 @@ def integer(*, least: int, optional: bool = False) -> Validator:
             )
         if value < least:
             raise ConfigError(f"{attribute.name} {value}: must be at least {least}; raise it")
+        if value > MOST:
+            raise ConfigError(f"{attribute.name} {value}: must be at most {MOST}; lower it")
 
     return check
 
@@ -46,7 +52,12 @@ def number(*, above: float | None = None, least: float | None = None) -> Validat
 
 def as_float(value: object) -> object:
     """Converter: JSON writes 10000 for a base of 10000.0; both must compare and hash alike."""
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf  # which the validator refuses
 
 
 def one_of(*allowed: str | None) -> Validator:

@@ -98,7 +98,7 @@ def read_document(path: Path) -> Mapping[str, Any]:
         document = read(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give a file that can be read") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not {path.suffix[1:].upper()} ({error}); correct it") from None
     return as_table(document, str(path))
 

@@ -63,6 +63,10 @@ class LayerConfig:
             )
         if sliding and self.yarn is not None:
             raise ConfigError(f"yarn {self.yarn}: a sliding layer has none; give yarn=None")
+        if self.yarn is not None and self.rope_theta <= 1:
+            raise ConfigError(
+                f"compress_rope_theta {self.rope_theta}: YaRN needs a base above 1; raise it"
+            )
         if csa != (self.index_topk > 0):
             limit = "at least 1" if csa else "0"
             raise ConfigError(

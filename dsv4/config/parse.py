@@ -8,10 +8,12 @@ official        the argument names of the official inference code: `dim`, `n_lay
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dsv4.config.checks import MOST
 from dsv4.config.facts import MISSING, Facts
 from dsv4.config.keys import DTYPES, FIXED, IGNORED, REQUIRED, YARN_PLACES
 from dsv4.config.layers import YarnConfig
@@ -39,7 +41,7 @@ def read_document(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, 
         raise ConfigError(
             f"{path}: {error.strerror}; give a config.json or a folder with one"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON ({error}); give a complete config.json") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: holds a {type(document).__name__}; give a JSON object")
@@ -62,9 +64,9 @@ def model_fields(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         facts.require(place, allowed, reason)
     for name in ("num_hidden_layers", "head_dim"):
         # The other fields wait for ModelConfig's validators; these two are computed with first.
-        if not isinstance(fields[name], int):
+        if not isinstance(fields[name], int) or fields[name] > MOST:
             raise ConfigError(
-                f"{facts.where}: {name} {fields[name]!r}: must be an integer; correct it"
+                f"{facts.where}: {name} {fields[name]!r}: must be an integer up to {MOST}; correct it"
             )
     fields["qk_rope_head_dim"] = _rope_dim(facts, fields["head_dim"])
     fields["layers"] = schedule.table(fields)
@@ -77,7 +79,8 @@ def _rope(facts: Facts) -> dict[str, Any]:
     facts.stated(*_ROPE_DIM, *_ROPE_FACTOR)
     yarn = _yarn(facts)
     # The official arguments do not state the context: it is what YaRN extends to.
-    extended = int(yarn.factor * yarn.original_max_position_embeddings) if yarn else MISSING
+    context = yarn.factor * yarn.original_max_position_embeddings if yarn else math.inf
+    extended = int(context) if math.isfinite(context) else MISSING
     return {
         "rope_theta": facts.get(
             "rope_theta", "rope_parameters.main.rope_theta", "rope_parameters.rope_theta"
@@ -124,9 +127,9 @@ def _rope_dim(facts: Facts, head_dim: int) -> Any:
     dim = facts.get(*_ROPE_DIM, default=None)
     if fraction is None and dim is None:
         raise ConfigError(f"{facts.where}: missing key {_ROPE_DIM[0]!r}; add it")
-    if not isinstance(fraction, float | int | None):
+    if fraction is not None and not (isinstance(fraction, float | int) and 0 < fraction <= 1):
         raise ConfigError(
-            f"{facts.where}: {_ROPE_FACTOR[0]} {fraction!r}: must be a number; correct it"
+            f"{facts.where}: {_ROPE_FACTOR[0]} {fraction!r}: must be a number in (0, 1]; correct it"
         )
     rounded = dim if fraction is None else round(head_dim * fraction)
     if dim is not None and dim != rounded:

@@ -111,6 +111,12 @@ CONFLICTS = {
     "odd rope dim": (changed(FLASH, qk_rope_head_dim=63), "qk_rope_head_dim 63: must be even"),
     "groups": (changed(FLASH, o_groups=7), "o_groups 7: must divide num_attention_heads 64"),
     "experts": (changed(FLASH, num_experts_per_tok=257), "num_experts_per_tok 257"),
+    "a base that yarn cannot divide by": (
+        changed(FLASH, compress_rope_theta=1.0),
+        "compress_rope_theta 1.0: YaRN needs a base above 1",
+    ),
+    "more than a size": (changed(FLASH, hc_mult=2**63), f"hc_mult {2**63}: must be at most {2**63 - 1}; lower it"),
+    "more than a float": (changed(FLASH, hc_eps=10**400), "hc_eps inf: must be a finite number"),
 }  # fmt: skip
 
 
@@ -158,7 +164,7 @@ def test_kv_quant_official_asks_nothing_of_the_indexer_without_a_csa_layer() -> 
     assert ModelConfig.from_json(document).kv_quant == "official"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\udcff"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\udcff", "[" * 100_000])
 def test_a_broken_file_is_one_clear_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -176,7 +182,8 @@ def test_no_value_of_any_key_raises_anything_but_a_config_error(document: dict[s
     paths = [(key,) for key in document]
     paths += [(k, i) for k, inner in document.items() if isinstance(inner, dict) for i in inner]
     for path in paths:
-        for value in ("x", -1, 0, 2.5, None, [], {}, [None], True, float("nan"), [["a"]], {"a": 1}):
+        numbers = (-1, 0, 2.5, 1e308, 10**400, float("nan"), True)
+        for value in (*numbers, "x", None, [], {}, [None], [["a"]], {"a": 1}):
             with contextlib.suppress(ConfigError):
                 ModelConfig.from_json(nested(document, *path, value=value))
 
