@@ -262,11 +262,12 @@ class Engine:
         elif len(handle.token_ids) == request.max_new_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
-            handle.text.finish()
             self._end(handle, reason)
 
     def _end(
         self, handle: RequestHandle, reason: FinishReason, error: BaseException | None = None
     ) -> None:
         self._scheduler.remove(handle)
+        # Whatever ends it: what is still held back for a stop string or half a character is final now.
+        handle.text.finish()
         handle.complete(reason, error)

@@ -185,6 +185,23 @@ def test_a_cancelled_request_frees_its_memory_at_once_and_disturbs_nobody() -> N
     assert free(engine) == start
 
 
+def test_the_streamed_text_of_a_cancelled_request_is_its_completions() -> None:
+    """Also what was held back as a possible beginning of a stop string, or as half a character."""
+    logits = scripted_logits("key: value\u20ac")
+    engine = engine_of(logits=logits, tokenizer=ByteTokenizer())
+    for num_steps in range(1, 10):
+        request = Request(prompt_token_ids=tuple(b"key"), stop=(": values",), max_new_tokens=20)
+        handle = engine.submit(request)
+        for _ in range(num_steps):
+            engine.step()
+        text = handle.read().text
+        engine.cancel(handle)
+        assert handle.completion is not None
+        text += handle.read().text
+        assert text == handle.completion.text
+        assert text == b"key: value\xe2\x82"[3 : 3 + num_steps].decode(errors="replace")
+
+
 def test_a_waiting_request_can_be_cancelled() -> None:
     engine, (a, b) = engine_of(max_requests=1), prompts_of(5, 6)
     first = engine.submit(Request(prompt_token_ids=a, max_new_tokens=3, ignore_eos=True))
