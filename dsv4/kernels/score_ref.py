@@ -5,6 +5,9 @@ Legend: T tokens of one run, H index heads, D index dim, N entries.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -40,24 +43,27 @@ def tiled_scores_of(q_THD: Tensor, weights_TH: Tensor, keys: Tensor) -> Tensor:
     return out_TN[:, :num_keys]
 
 
-def key_rows(inputs: ScoreInputs, slots: Tensor, part: slice) -> Tensor:
-    """[slots in part, N] legal key rows; what is no entry reads row 0 and is masked afterwards."""
-    key = ("rows", slots.data_ptr(), part.start, part.stop)
+def once(inputs: ScoreInputs, key: object, make: Callable[[], Tensor]) -> Tensor:
+    """What `make` returns, made once for all layers of a forward, unless its scores take several tiles: kept for each
+    tile it would add up to a matrix like the one that the score budget avoids."""
+    if inputs.num_visible_T.shape[0] > inputs.tile_tokens:
+        return make()
     if key not in inputs.derived:
-        entry_N = torch.arange(inputs.max_entries, dtype=torch.int32, device=slots.device)
-        rows = inputs.keys.rows(slots[part].unsqueeze(1), entry_N)
-        inputs.derived[key] = rows.clamp_(min=0)
+        inputs.derived[key] = make()
     return inputs.derived[key]
+
+
+def key_rows(inputs: ScoreInputs, slots: Tensor) -> Tensor:
+    """[slots, N] legal key rows; what is no entry reads row 0 and is masked afterwards."""
+    entry_N = torch.arange(inputs.max_entries, dtype=torch.int32, device=slots.device)
+    return inputs.keys.rows(slots.unsqueeze(1), entry_N).clamp_(min=0)
 
 
 def hidden_entries(inputs: ScoreInputs, tokens: slice) -> Tensor:
     """bool [T, N]: entries past n_vis."""
-    key = ("hidden", tokens.start, tokens.stop)
-    if key not in inputs.derived:
-        visible_T1 = inputs.num_visible_T[tokens].unsqueeze(1)
-        entry_N = torch.arange(inputs.max_entries, dtype=torch.int32, device=visible_T1.device)
-        inputs.derived[key] = entry_N >= visible_T1
-    return inputs.derived[key]
+    visible_T1 = inputs.num_visible_T[tokens].unsqueeze(1)
+    entry_N = torch.arange(inputs.max_entries, dtype=torch.int32, device=visible_T1.device)
+    return entry_N >= visible_T1
 
 
 class TorchScore(ScoreKernel):
@@ -76,13 +82,17 @@ class TorchScore(ScoreKernel):
         first_token: int,
         out_TN: Tensor,
     ) -> None:
-        tokens = slice(first_token, first_token + q_THD.shape[0])
+        end = first_token + q_THD.shape[0]
+        tokens = slice(first_token, end)
         if max(inputs.query_lengths, default=0) <= 1:
-            keys = inputs.view.read(key_rows(inputs, inputs.slot_T, tokens))
-            out_TN.copy_(self._scores(q_THD, weights_TH, keys))
+            slots_T = inputs.slot_T[tokens]
+            rows_TN = once(inputs, ("rows", first_token, end), lambda: key_rows(inputs, slots_T))
+            out_TN.copy_(self._scores(q_THD, weights_TH, inputs.view.read(rows_TN)))
         else:
             self._score_runs(q_THD, weights_TH, inputs, first_token, out_TN)
-        out_TN.masked_fill_(hidden_entries(inputs, tokens), -torch.inf)
+        key = ("hidden", first_token, end)
+        hidden_TN = once(inputs, key, lambda: hidden_entries(inputs, tokens))
+        out_TN.masked_fill_(hidden_TN, -torch.inf)
 
     def _score_runs(
         self,
@@ -100,6 +110,7 @@ class TorchScore(ScoreKernel):
             run = slice(max(start - first_token, 0), min(end - first_token, q_THD.shape[0]))
             if run.start >= run.stop:
                 continue
-            one = slice(request, request + 1)
-            keys_ND = inputs.view.read(key_rows(inputs, inputs.request_slots_B, one)[0])
+            slot = inputs.request_slots_B[request : request + 1]
+            rows_1N = once(inputs, ("request", request), partial(key_rows, inputs, slot))
+            keys_ND = inputs.view.read(rows_1N[0])
             out_TN[run] = self._scores(q_THD[run], weights_TH[run], keys_ND)

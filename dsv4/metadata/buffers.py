@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsv4.config import LayerKind, ModelConfig
 from dsv4.metadata.batch import BatchShape
+from dsv4.metadata.plans import PlanKey, RopeKey, StreamKey
 from dsv4.pool.geometry import PoolGeometry
 
 MAX_VIEWS = 4096
@@ -28,14 +29,14 @@ class BufferSpec:
         return self.numel * self.dtype.itemsize
 
 
-def stream_keys(model: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """(ratio, top-k) of every distinct entry stream; top-k 0 = all visible entries."""
-    return tuple(dict.fromkeys((x.ratio, x.index_topk) for x in model.layers if x.ratio))
+def stream_keys(model: ModelConfig) -> tuple[StreamKey, ...]:
+    """Every distinct entry stream."""
+    return tuple(dict.fromkeys(StreamKey.of(x) for x in model.layers if x.ratio))
 
 
-def plan_keys(model: ModelConfig) -> tuple[tuple[LayerKind, int], ...]:
-    """(kind, ratio) of every distinct compressor plan."""
-    return tuple(dict.fromkeys((x.kind, x.ratio) for x in model.layers if x.ratio))
+def plan_keys(model: ModelConfig) -> tuple[PlanKey, ...]:
+    """Every distinct compressor plan."""
+    return tuple(dict.fromkeys(PlanKey.of(x) for x in model.layers if x.ratio))
 
 
 def buffer_specs(
@@ -50,29 +51,29 @@ def buffer_specs(
     specs["last_row"] = BufferSpec(requests)
     specs["window.indptr"] = BufferSpec(tokens + 1)
     specs["window.indices"] = BufferSpec(tokens * min(geometry.window, capacity.max_length))
-    for name in rope_names(model):
+    for name in rope_names(model).values():
         specs[f"{name}.cos"] = specs[f"{name}.sin"] = BufferSpec(tokens * half, torch.float32)
-    for ratio, topk in stream_keys(model):
-        rows = capacity.max_entries(ratio)
-        name = f"entries.{ratio}.{topk}"
-        specs[f"{name}.indptr"] = BufferSpec(tokens + 1)
-        specs[f"{name}.indices"] = BufferSpec(tokens * (min(topk, rows) if topk else rows))
-        if topk:
-            specs[f"{name}.lanes"] = BufferSpec(tokens * min(topk, rows))
-    for kind, ratio in plan_keys(model):
-        specs |= _plan_specs(kind, ratio, geometry, capacity, half)
+    for stream in stream_keys(model):
+        rows = capacity.max_entries(stream.ratio)
+        width = min(stream.topk, rows) if stream.topk else rows
+        specs[f"{stream.name}.indptr"] = BufferSpec(tokens + 1)
+        specs[f"{stream.name}.indices"] = BufferSpec(tokens * width)
+        if stream.topk:
+            specs[f"{stream.name}.lanes"] = BufferSpec(tokens * width)
+    for plan in plan_keys(model):
+        specs |= _plan_specs(plan, geometry, capacity, half)
     return specs
 
 
 def _plan_specs(
-    kind: LayerKind, ratio: int, geometry: PoolGeometry, capacity: BatchShape, half: int
+    plan: PlanKey, geometry: PoolGeometry, capacity: BatchShape, half: int
 ) -> dict[str, BufferSpec]:
+    name, ratio = plan.name, plan.ratio
     tokens, requests, closing = (
         capacity.num_tokens, capacity.num_requests, capacity.max_closing(ratio)
     )  # fmt: skip
-    name = f"{kind.value}.{ratio}"
     sizes = {"visible": tokens, "ape_row": tokens, "state_loc": tokens, "entry_loc": closing}
-    if kind is LayerKind.CSA:
+    if plan.kind is LayerKind.CSA:
         sizes |= {"index_loc": closing, "source": closing * 2 * ratio}
     else:
         segments = closing + requests
@@ -85,10 +86,10 @@ def _plan_specs(
     return specs
 
 
-def rope_names(model: ModelConfig) -> dict[str, tuple[float, object]]:
-    """Buffer name -> (theta, YaRN) of every distinct rope base."""
-    keys = dict.fromkeys((x.rope_theta, x.yarn) for x in model.layers)
-    return {f"rope.{i}": key for i, key in enumerate(keys)}
+def rope_names(model: ModelConfig) -> dict[RopeKey, str]:
+    """Every distinct rope base, and the prefix of its buffers."""
+    keys = dict.fromkeys(RopeKey.of(x) for x in model.layers)
+    return {key: f"rope.{i}" for i, key in enumerate(keys)}
 
 
 def workspace_specs(

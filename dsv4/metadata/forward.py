@@ -16,10 +16,13 @@ from dsv4.metadata.plans import (
     IndexStream,
     LayerTensors,
     OverlapPlan,
+    PlanKey,
+    RopeKey,
     RopeTable,
     ScoreInputs,
     SelectOutput,
     Source,
+    StreamKey,
     Workspace,
 )
 from dsv4.pool.base import KVView
@@ -33,6 +36,8 @@ class SharedTensors:
     """What fill computed, once, for all layers. T tokens, B requests; int32, -1 = no row."""
 
     shape: BatchShape
+    slots_B: Tensor
+    """Slot of each request, -1 = none."""
     token_ids_T: Tensor
     """int64, 0 for padding."""
     request_T: Tensor
@@ -47,18 +52,19 @@ class SharedTensors:
     tail_loc_T: Tensor | None
     """swa_loc of chunk tokens: stored after attend. None where the shape allows no chunk."""
     window_stream: IndexStream
-    entry_streams: Mapping[tuple[int, int], IndexStream]
-    """By (ratio, top-k); top-k 0 = all visible entries (HCA). CSA indices are written by select, layer by layer."""
-    select_lanes: Mapping[tuple[int, int], Tensor]
+    entry_streams: Mapping[StreamKey, IndexStream]
+    """CSA indices are written by select, layer by layer."""
+    select_lanes: Mapping[StreamKey, Tensor]
+    """[T, K] per CSA stream, see SelectOutput."""
     num_visible: Mapping[int, Tensor]
     """By ratio: n_vis of each token."""
-    state_plans: Mapping[tuple[str, int], OverlapPlan | FoldPlan]
-    """By (kind, ratio)."""
+    state_plans: Mapping[PlanKey, OverlapPlan | FoldPlan]
     entry_locs: Mapping[int, Tensor]
     """By ratio: entry-table row of each closing window."""
     index_locs: Mapping[int, Tensor]
-    ropes: Mapping[tuple[float, object], RopeTable]
-    """By (theta, YaRN): tables at the tokens' positions."""
+    """The same in the table of index keys (CSA)."""
+    ropes: Mapping[RopeKey, RopeTable]
+    """At the tokens' positions."""
     last_row_B: Tensor
     """Token row of each request's newest token, -1 for idle requests."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
 from dsv4.config import LayerConfig, LayerKind
@@ -11,22 +9,24 @@ from dsv4.metadata.forward import SharedTensors
 from dsv4.metadata.plans import (
     CompressorTarget,
     LayerTensors,
+    PlanKey,
+    RopeKey,
     ScoreInputs,
     SelectOutput,
     Source,
+    StreamKey,
     Workspace,
 )
 from dsv4.pool.base import KVPool, Region
-from dsv4.pool.geometry import PagedRows
 
 
 def layer_tensors(
-    pool: KVPool, shared: SharedTensors, workspace: Workspace, request_slots_B: Tensor
+    pool: KVPool, shared: SharedTensors, workspace: Workspace
 ) -> tuple[LayerTensors, ...]:
     """One LayerTensors per row of the model's layer table, drafts included."""
     derived: dict[int, dict[object, Tensor]] = {ratio: {} for ratio in shared.num_visible}
     return tuple(
-        _one_layer(pool, index, layer, shared, workspace, request_slots_B, derived)
+        _one_layer(pool, index, layer, shared, workspace, derived.get(layer.ratio, {}))
         for index, layer in enumerate(pool.model.layers)
     )
 
@@ -37,54 +37,35 @@ def _one_layer(
     layer: LayerConfig,
     shared: SharedTensors,
     workspace: Workspace,
-    request_slots_B: Tensor,
-    derived: Mapping[int, dict[object, Tensor]],
+    derived: dict[object, Tensor],
 ) -> LayerTensors:
-    window = Source(
-        pool.view(index, Region.WINDOW), shared.window_stream, fresh_TD=workspace.fresh_TD
-    )
-    sources: tuple[Source, ...] = (window,)
-    plan = main = keys = score = output = None
-    if layer.kind is not LayerKind.SLIDING:
-        stream = shared.entry_streams[layer.ratio, layer.index_topk]
-        entries = pool.view(layer.entry_source, Region.ENTRIES)
-        sources = (window, Source(entries, stream))
-        plan = shared.state_plans[layer.kind.value, layer.ratio]
-        main = _main_target(pool, index, layer, shared)
-    if layer.kind is LayerKind.CSA:
-        keys = CompressorTarget(
-            state_view=pool.view(index, Region.INDEX_STATE),
-            entry_view=pool.view(index, Region.INDEX),
-            entry_loc_E=shared.index_locs[layer.ratio],
-        )
-        made = derived[layer.ratio]
-        score = _score_inputs(pool, layer, shared, workspace, request_slots_B, made)
-        output = SelectOutput(
-            stream=sources[1].stream,
-            lane_TK=shared.select_lanes[layer.ratio, layer.index_topk],
-            rows=_paged(pool, layer.ratio, pool.geometry.entry_base),
-            topk=layer.index_topk,
-        )
+    csa = layer.kind is LayerKind.CSA
+    sources = _sources(pool, index, layer, shared, workspace)
     return LayerTensors(
         positions_T=shared.positions_T,
-        slot_T=shared.slot_T,
         store_loc_T=shared.store_loc_T,
         tail_loc_T=shared.tail_loc_T,
-        window_view=window.view,
-        rope=shared.ropes[layer.rope_theta, layer.yarn],
+        window_view=sources[0].view,
+        rope=shared.ropes[RopeKey.of(layer)],
         sources=sources,
         workspace=workspace,
-        state_plan=plan,
-        main=main,
-        index=keys,
-        score_inputs=score,
-        select_output=output,
+        state_plan=shared.state_plans[PlanKey.of(layer)] if layer.ratio else None,
+        main=_main_target(pool, index, layer, shared) if layer.ratio else None,
+        index=_index_target(pool, index, layer, shared) if csa else None,
+        score_inputs=_score_inputs(pool, layer, shared, workspace, derived) if csa else None,
+        select_output=_select_output(pool, layer, shared) if csa else None,
     )
 
 
-def _paged(pool: KVPool, ratio: int, base: int) -> PagedRows:
-    rows_per_page = pool.geometry.rows_per_page(ratio)
-    return PagedRows(block_table=pool.block_table, rows_per_page=rows_per_page, base=base)
+def _sources(
+    pool: KVPool, index: int, layer: LayerConfig, shared: SharedTensors, workspace: Workspace
+) -> tuple[Source, ...]:
+    view = pool.view(index, Region.WINDOW)
+    window = Source(view, shared.window_stream, fresh_TD=workspace.fresh_TD)
+    if layer.kind is LayerKind.SLIDING:
+        return (window,)
+    entries = pool.view(layer.entry_source, Region.ENTRIES)
+    return (window, Source(entries, shared.entry_streams[StreamKey.of(layer)]))
 
 
 def _main_target(
@@ -99,23 +80,41 @@ def _main_target(
     )
 
 
+def _index_target(
+    pool: KVPool, index: int, layer: LayerConfig, shared: SharedTensors
+) -> CompressorTarget:
+    return CompressorTarget(
+        state_view=pool.view(index, Region.INDEX_STATE),
+        entry_view=pool.view(index, Region.INDEX),
+        entry_loc_E=shared.index_locs[layer.ratio],
+    )
+
+
 def _score_inputs(
     pool: KVPool,
     layer: LayerConfig,
     shared: SharedTensors,
     workspace: Workspace,
-    request_slots_B: Tensor,
     derived: dict[object, Tensor],
 ) -> ScoreInputs:
     width = shared.shape.max_entries(layer.ratio)
     return ScoreInputs(
         view=pool.view(layer.index_source, Region.INDEX),
-        keys=_paged(pool, layer.ratio, 0),
+        keys=pool.geometry.paged_keys(layer.ratio, pool.block_table),
         slot_T=shared.slot_T,
         num_visible_T=shared.num_visible[layer.ratio],
         max_entries=width,
         query_lengths=shared.shape.query_lengths,
-        request_slots_B=request_slots_B,
+        request_slots_B=shared.slots_B,
         tile_tokens=max(1, workspace.scores.shape[0] // max(width, 1)),
         derived=derived,
+    )
+
+
+def _select_output(pool: KVPool, layer: LayerConfig, shared: SharedTensors) -> SelectOutput:
+    key = StreamKey.of(layer)
+    return SelectOutput(
+        stream=shared.entry_streams[key],
+        lane_TK=shared.select_lanes[key],
+        rows=pool.geometry.paged_entries(layer.ratio, pool.block_table),
     )

@@ -7,11 +7,58 @@ int32 everywhere; -1 = no row. A row index >= the state's rows addresses this fo
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from attrs import field, frozen
 from torch import Tensor
 
+from dsv4.config import LayerConfig, LayerKind, YarnConfig
 from dsv4.pool.base import KVView
 from dsv4.pool.geometry import PagedRows
+
+
+class PlanKey(NamedTuple):
+    """What compressors of several layers have in common: one plan serves them all."""
+
+    kind: LayerKind
+    ratio: int
+
+    @classmethod
+    def of(cls, layer: LayerConfig) -> PlanKey:
+        return cls(layer.kind, layer.ratio)
+
+    @property
+    def name(self) -> str:
+        """Prefix of the plan's buffers."""
+        return f"{self.kind.value}.{self.ratio}"
+
+
+class StreamKey(NamedTuple):
+    """What entry streams of several layers have in common."""
+
+    ratio: int
+    topk: int
+    """Entries that select picks (CSA); 0 = all visible ones (HCA)."""
+
+    @classmethod
+    def of(cls, layer: LayerConfig) -> StreamKey:
+        return cls(layer.ratio, layer.index_topk)
+
+    @property
+    def name(self) -> str:
+        """Prefix of the stream's buffers."""
+        return f"entries.{self.ratio}.{self.topk}"
+
+
+class RopeKey(NamedTuple):
+    """One rotary base."""
+
+    theta: float
+    yarn: YarnConfig | None
+
+    @classmethod
+    def of(cls, layer: LayerConfig) -> RopeKey:
+        return cls(layer.rope_theta, layer.yarn)
 
 
 @frozen(eq=False)
@@ -127,7 +174,6 @@ class SelectOutput:
     """Stream lane of pick k of token t. Picks beyond a token's count own the lanes behind the last token's, so that
     writing the whole [T, K] table writes every lane exactly once."""
     rows: PagedRows
-    topk: int
 
 
 @frozen(kw_only=True, eq=False)
@@ -149,7 +195,6 @@ class LayerTensors:
     """Backing of a LayerMetadata; fields as documented there."""
 
     positions_T: Tensor
-    slot_T: Tensor
     store_loc_T: Tensor
     tail_loc_T: Tensor | None
     window_view: KVView

@@ -158,8 +158,7 @@ class TableMetadataBuilder(MetadataBuilder):
             fresh_TD=scratch["fresh"].view(-1, self._model.head_dim)[:tokens] if chunks else None,
             scores=scratch["scores"],
         )
-        request_slots = self._buffers.view("slots", self._shape.num_requests)
-        layers = layer_tensors(self._pool, shared, workspace, request_slots)
+        layers = layer_tensors(self._pool, shared, workspace)
         self._filled = _Filled(self._batch, self._pool.version, self._advances)
         return self.metadata.publish(shared, layers)
 

@@ -100,6 +100,18 @@ class PoolGeometry:
     def fold_row(self, slot: Index | int, position: Index) -> Index:
         return slot * self.in_place_tokens + position % self.in_place_tokens
 
+    # translations for the device
+
+    def paged_entries(self, ratio: int, block_table: Tensor) -> PagedRows:
+        """Entry -> row in an entry table."""
+        return PagedRows(
+            block_table=block_table, rows_per_page=self.rows_per_page(ratio), base=self.entry_base
+        )
+
+    def paged_keys(self, ratio: int, block_table: Tensor) -> PagedRows:
+        """Entry -> row in a table of index keys."""
+        return PagedRows(block_table=block_table, rows_per_page=self.rows_per_page(ratio), base=0)
+
 
 @frozen(kw_only=True, eq=False)
 class PagedRows:

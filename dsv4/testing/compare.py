@@ -8,9 +8,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from dsv4.config import LayerKind
 from dsv4.metadata.forward import SharedTensors
-from dsv4.metadata.plans import FoldPlan, IndexStream, OverlapPlan, RopeTable
+from dsv4.metadata.plans import (
+    FoldPlan,
+    IndexStream,
+    OverlapPlan,
+    RopeKey,
+    RopeTable,
+    StreamKey,
+)
 from dsv4.testing import reference
 from dsv4.testing.expected import ExpectedForward, prefix_sums
 
@@ -39,10 +45,11 @@ def _checks(shared: SharedTensors, expected: ExpectedForward) -> Iterator[tuple[
     yield "last_row", _equal(shared.last_row_B, expected.last_rows())
     windows = [expected.window_list(t) for t in tokens]
     yield "window stream", _stream_equal(shared.window_stream, windows)
-    for (ratio, topk), stream in shared.entry_streams.items():
+    for key, stream in shared.entry_streams.items():
+        ratio, topk = key
         name = f"entry stream {ratio}.{topk}"
         if topk:
-            yield name, _selected_equal(shared, expected, ratio, topk)
+            yield name, _selected_equal(shared, expected, key)
         else:
             yield name, _stream_equal(stream, [expected.entry_list(t, ratio) for t in tokens])
     for ratio, visible_T in shared.num_visible.items():
@@ -60,11 +67,11 @@ def _checks(shared: SharedTensors, expected: ExpectedForward) -> Iterator[tuple[
 def _plan_checks(shared: SharedTensors, expected: ExpectedForward) -> Iterator[tuple[str, bool]]:
     tokens = expected.tokens
     for (kind, ratio), plan in shared.state_plans.items():
-        name, closing = f"{kind} {ratio}", expected.closing(ratio)
+        name, closing = f"{kind.value} {ratio}", expected.closing(ratio)
         yield f"{name} ape_row", _equal(plan.ape_row_T, [t.position % ratio for t in tokens])
-        state_loc = expected.state_loc(LayerKind(kind), ratio)
+        state_loc = expected.state_loc(kind, ratio)
         yield f"{name} state_loc", _equal(plan.state_loc_T, state_loc)
-        layer = next(x for x in expected.model.layers if (x.kind.value, x.ratio) == (kind, ratio))
+        layer = next(x for x in expected.model.layers if (x.kind, x.ratio) == (kind, ratio))
         yield (
             f"{name} entry_rope",
             _rope_equal(
@@ -109,12 +116,10 @@ def _segments_equal(plan: FoldPlan, expected: ExpectedForward, num_closing: int)
     return all(folded) and _equal(plan.accumulator_loc_B, expected.accumulator_loc())
 
 
-def _selected_equal(
-    shared: SharedTensors, expected: ExpectedForward, ratio: int, topk: int
-) -> bool:
+def _selected_equal(shared: SharedTensors, expected: ExpectedForward, key: StreamKey) -> bool:
     """Token t owns min(K, n_vis) lanes in stream order, and the picks of all tokens own every lane exactly once."""
-    stream, lane_TK = shared.entry_streams[ratio, topk], shared.select_lanes[ratio, topk]
-    counts = [min(topk, expected.visible(t, ratio)) for t in expected.tokens]
+    stream, lane_TK = shared.entry_streams[key], shared.select_lanes[key]
+    counts = [min(key.topk, expected.visible(t, key.ratio)) for t in expected.tokens]
     indptr = prefix_sums([[0] * count for count in counts])
     owned = [
         lanes[:count] == list(range(start, start + count))
@@ -129,7 +134,7 @@ def _rope_checks(shared: SharedTensors, expected: ExpectedForward) -> Iterator[t
     positions = [t.position for t in expected.tokens]
     for layer in expected.model.layers:
         turns = reference.frequencies(layer.rope_theta, expected.model.qk_rope_head_dim, layer.yarn)
-        table = shared.ropes[layer.rope_theta, layer.yarn]
+        table = shared.ropes[RopeKey.of(layer)]
         yield f"rope {layer.rope_theta}", _rope_equal(table, positions, turns)
 
 

@@ -68,7 +68,7 @@ class SelectConformance(KernelSetup[SelectKernel]):
         )
         stream = IndexStream(ints(starts, device), buffer[: tokens * width], width, final=False)
         lane_TK = torch.tensor(lanes, dtype=torch.int32, device=device).view(tokens, width)
-        output = SelectOutput(stream=stream, lane_TK=lane_TK, rows=paged, topk=topk)
+        output = SelectOutput(stream=stream, lane_TK=lane_TK, rows=paged)
         inputs = ScoreInputs(
             view=KVView(torch.empty(0, 1), 0, PlainRows(torch.float32, 1)),
             keys=paged,

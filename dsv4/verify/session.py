@@ -19,12 +19,12 @@ from dsv4.backend import Backend, torch_device
 from dsv4.config import BackendConfig, LayerKind, ModelConfig
 from dsv4.metadata.batch import ForwardBatch
 from dsv4.metadata.forward import Epoch
+from dsv4.metadata.plans import StreamKey
 from dsv4.model.block import Block
 from dsv4.model.checkpoint import load_tensors
 from dsv4.model.decoder import Decoder
 from dsv4.model.model import dtype_of
 from dsv4.pool.base import Region
-from dsv4.pool.geometry import PagedRows
 
 SLOTS = 3
 """One to work in, and one on either side: a slot of 0 would hide address errors."""
@@ -160,7 +160,7 @@ class Session:
         """
         config = self.model.layers[layer]
         shared = self.backend.builder.metadata.shared
-        stream = shared.entry_streams[config.ratio, config.index_topk]
+        stream = shared.entry_streams[StreamKey.of(config)]
         rows = self._entry_rows(slot, layer, shared.shape.max_entries(config.ratio))
         entry_of = {row: entry for entry, row in enumerate(rows.tolist())}
         bounds, indices = stream.indptr_T1.tolist(), stream.indices_N.tolist()
@@ -172,12 +172,7 @@ class Session:
 
     def _entry_rows(self, slot: int, layer: int, num_entries: int) -> Tensor:
         pool = self.backend.pool
-        geometry = pool.geometry
-        rows = PagedRows(
-            block_table=pool.block_table,
-            rows_per_page=geometry.rows_per_page(self.model.layers[layer].ratio),
-            base=geometry.entry_base,
-        )
+        rows = pool.geometry.paged_entries(self.model.layers[layer].ratio, pool.block_table)
         entry_N = torch.arange(num_entries, device=pool.device)
         return rows.rows(torch.full_like(entry_N, slot), entry_N)
 

@@ -132,7 +132,7 @@ def test_scores_clip_each_head_then_weigh(deterministic: bool) -> None:
 def test_select_takes_two_of_four_in_entry_order() -> None:
     paged = PagedRows(block_table=ints(5, 2).unsqueeze(0), rows_per_page=2, base=100)
     stream = IndexStream(ints(0, 2, 3), torch.full((4,), 2**31 - 1, dtype=torch.int32), 2)
-    output = SelectOutput(stream=stream, lane_TK=ints(0, 1, 2, 3).view(2, 2), rows=paged, topk=2)
+    output = SelectOutput(stream=stream, lane_TK=ints(0, 1, 2, 3).view(2, 2), rows=paged)
     inputs = ScoreInputs(
         view=view_of([[0.0]]),
         keys=paged,

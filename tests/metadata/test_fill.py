@@ -121,7 +121,7 @@ def test_a_forward_worked_out_by_hand(config_type: type[UnifiedPoolConfig]) -> N
     # CSA windows that close: slot 0's third (row 2), slot 2's first two (page 3: rows 9, 10)
     assert shared.entry_locs[2].tolist()[:3] == [base + 2, base + 9, base + 10]
     assert shared.index_locs[2].tolist()[:3] == [2, 9, 10]
-    overlap, fold = shared.state_plans["csa", 2], shared.state_plans["hca", 3]
+    overlap, fold = shared.state_plans[CSA, 2], shared.state_plans[HCA, 3]
     assert isinstance(overlap, OverlapPlan)
     assert isinstance(fold, FoldPlan)
     # state rings of 5 rows; own tokens of the forward are rows 15 + token

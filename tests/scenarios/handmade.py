@@ -103,7 +103,6 @@ def select_output(num_visible: Sequence[int], topk: int, entries: int) -> Select
         stream=IndexStream(indptr, indices, topk_width),
         lane_TK=torch.tensor(lanes, dtype=torch.int32).view(len(sizes), topk_width),
         rows=one_page(entries),
-        topk=topk,
     )
 
 
