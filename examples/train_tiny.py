@@ -53,13 +53,6 @@ class Plan:
     """Of each phase; None = as many as the time allows."""
 
 
-def tiny_config() -> ModelConfig:
-    """The preset, with its experts stored as packed fp4 like the release's."""
-    return evolve(
-        ModelConfig.preset("tiny"), bos_token_id=256, eos_token_id=257, expert_dtype="fp4"
-    )
-
-
 def full_plan() -> Plan:
     """Sequences of 1 K first, where the task is learned fast; then 4 K, first dense, then with the indexer's selection.
     Every phase has 34,816 tokens a step, so that compiled code for single tokens is shared."""
@@ -78,7 +71,7 @@ def full_plan() -> Plan:
         max_asks=6,
     )
     sparse = evolve(long, name="sparse", sparse=True, share=0.4)
-    config = tiny_config()
+    config = ModelConfig.preset("tiny")
     window = config.sliding_window
     return Plan(
         config=config, phases=(short, long, sparse), distances=tuple(window * n for n in (4, 16, 64)),
@@ -88,7 +81,7 @@ def full_plan() -> Plan:
 
 def micro_plan() -> Plan:
     """The same phases on a model and on sequences that a laptop trains in seconds."""
-    document = tiny_config().to_json() | {
+    document = ModelConfig.preset("tiny").to_json() | {
         "hidden_size": 32, "num_attention_heads": 2, "q_lora_rank": 32, "o_lora_rank": 16,
         "sliding_window": 16, "moe_intermediate_size": 32, "index_topk": 4,
         "compress_ratios": [0, 4, 8, 4, 8, 0],

@@ -78,6 +78,9 @@ _TINY = _SHARED | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 256,
     "torch_dtype": "float32",
+    "expert_dtype": "fp4",
+    "bos_token_id": 256,
+    "eos_token_id": 257,
     "tokenizer": "byte",
 }
 

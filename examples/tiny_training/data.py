@@ -28,6 +28,8 @@ KEY_LENGTH = 4
 ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 ANSWER_WEIGHT = 8.0
 """Loss weight of a byte that only memory can tell."""
+EARLY = 96
+"""A third of the keys are stated in the first bytes of a sample, as in a recall trial."""
 NEWLINE = 10
 # Tables and third-party code: no prose of programs, or not the standard library.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}
@@ -118,7 +120,8 @@ class Planter:
         """Crop positions of the statement and of its asks; distances are log-uniform from `nearest` on."""
         margin = line + 130  # room for the line itself and for the move to a line start
         last = self._num_tokens - (self._max_asks + 1) * line - margin
-        reach = last // 8 if rng.random() < 0.5 else last - self._nearest
+        # most far asks need an early statement, and one at the very start has little before it to stand on
+        reach = (EARLY, last // 8, last - self._nearest)[rng.integers(3)]
         stated = int(rng.integers(max(reach, 1)))
         spread = np.log(max(last - stated, self._nearest + 1) / self._nearest)
         wanted = 1 + int(rng.integers(self._max_asks))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4.config import BackendConfig, ModelConfig, PoolConfig, ThreePoolConfig, UnifiedPoolConfig
+from dsv4.config import BackendConfig, PoolConfig, ThreePoolConfig, UnifiedPoolConfig
 from dsv4.engine.engine import Engine
 from dsv4.model.checkpoint import save_checkpoint
 from dsv4.model.decoder import Decoder
@@ -154,12 +154,3 @@ def test_the_control_zeroes_the_entries_of_its_slot_and_nothing_else(
         else:
             assert same_bytes(after[0][name], tensor), name
     assert all(same_bytes(after[1][name], tensor) for name, tensor in before[1].items())
-
-
-def test_the_shipped_config_fits_its_limits() -> None:
-    config: ModelConfig = train_tiny.tiny_config()
-    entries_at_4k = 4096 // 4
-    assert config.index_topk < entries_at_4k / 8
-    assert config.sliding_window <= 64
-    assert config.nope_head_dim % 64 == 0
-    assert config.hc_sinkhorn_iters == 20
