@@ -20,7 +20,7 @@ from dsv4.model.norm import RMSNorm
 from dsv4.model.official import OfficialModule
 
 Probe = Callable[[str, int, Tensor], None]
-"""Called with (name, layer, value) at the points that the golden fixtures store; None in normal use."""
+"""Called with (name, layer, value) at the points that the golden folders store."""
 
 
 class Block(OfficialModule):
@@ -44,29 +44,21 @@ class Block(OfficialModule):
         kernels: KernelSet,
         probe: Probe | None = None,
     ) -> Tensor:
-        note = probe or (lambda name, layer, value: None)
         x_TD, post, comb = self.hc_attn.pre(streams_TND, kernels)
         x_TD = self.attn_norm(x_TD)
         y_TD = self.attn(x_TD, meta, kernels)
-        for name, value in (
-            ("attn_in", x_TD),
-            ("attn_out", y_TD),
-            ("attn_hc_post", post),
-            ("attn_hc_comb", comb),
-        ):
-            note(name, self.index, value)
+        self._show(probe, attn_in=x_TD, attn_out=y_TD, attn_hc_post=post, attn_hc_comb=comb)
         streams_TND = self.hc_attn.post(y_TD, streams_TND, post, comb)
         x_TD, post, comb = self.hc_ffn.pre(streams_TND, kernels)
         x_TD = self.ffn_norm(x_TD)
         y_TD = self.ffn(x_TD, token_ids_T, kernels)
-        for name, value in (
-            ("ffn_in", x_TD),
-            ("ffn_out", y_TD),
-            ("ffn_hc_post", post),
-            ("ffn_hc_comb", comb),
-        ):
-            note(name, self.index, value)
+        self._show(probe, ffn_in=x_TD, ffn_out=y_TD, ffn_hc_post=post, ffn_hc_comb=comb)
         return self.hc_ffn.post(y_TD, streams_TND, post, comb)
+
+    def _show(self, probe: Probe | None, **values: Tensor) -> None:
+        if probe is not None:
+            for name, value in values.items():
+                probe(name, self.index, value)
 
     def published_children(self) -> Iterator[tuple[str, OfficialModule]]:
         for name in ("attn_norm", "ffn_norm", "attn", "ffn"):

@@ -4,7 +4,6 @@ hands it the fused projection `kv | gate`."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ class Compressor(OfficialModule):
         super().__init__()
         # CSA overlaps: an A half for the previous window, a B half for the own one
         self.channels = 2 * dim if layer.kind is LayerKind.CSA else dim
-        self.rope_dim = config.qk_rope_head_dim
         self.ape_MC = frozen_parameter(torch.zeros(layer.ratio, self.channels))
         self.norm = RMSNorm(dim, config.rms_norm_eps)
 
@@ -44,16 +42,16 @@ class Compressor(OfficialModule):
         """Close this forward's windows into `target`, then remember what open windows still need."""
         plan = meta.state_plan
         assert plan is not None
-        run = partial(
-            kernels.compress.fold if isinstance(plan, FoldPlan) else kernels.compress.overlap,
-            projected_TC,
-            ape_MC=self.ape_MC,
-            norm=self.norm.weight,
-            eps=self.norm.eps,
-            target=target,
-            rounding=rounding,
-        )
-        run(plan=plan)
+        if isinstance(plan, FoldPlan):
+            kernels.compress.fold(
+                projected_TC, ape_MC=self.ape_MC, norm=self.norm.weight, eps=self.norm.eps,
+                plan=plan, target=target, rounding=rounding,
+            )  # fmt: skip
+        else:
+            kernels.compress.overlap(
+                projected_TC, ape_MC=self.ape_MC, norm=self.norm.weight, eps=self.norm.eps,
+                plan=plan, target=target, rounding=rounding,
+            )  # fmt: skip
 
     def slices(self, prefix: str, weight: Tensor) -> Iterator[tuple[str, OfficialTensor]]:
         """Published tensors: the two halves of the fused projection rows, and the position bias."""

@@ -1,4 +1,7 @@
-"""A loaded model: decoder weights, a backend, and a tokenizer. `load` makes one from a checkpoint folder."""
+"""A loaded model: decoder weights, a backend, and a tokenizer. `load` makes one from a checkpoint folder.
+
+Legend: R rows of logits asked for, N streams, D hidden, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ from dsv4.backend import Backend, torch_device
 from dsv4.config import BackendConfig, ModelConfig, UnifiedPoolConfig
 from dsv4.errors import CheckpointError, ConfigError
 from dsv4.metadata.batch import ForwardBatch
-from dsv4.model.block import Probe
 from dsv4.model.checkpoint import has_drafts, load_weights
 from dsv4.model.decoder import Decoder
 from dsv4.tokenizer import Tokenizer, load_tokenizer
@@ -22,16 +24,6 @@ from dsv4.tokenizer import Tokenizer, load_tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_CONTEXT = 65_536
 DEFAULT_REQUESTS = 8
-
-
-@frozen(kw_only=True, eq=False)
-class ForwardResult:
-    """What one forward produced; lengths are not committed."""
-
-    logits: Tensor
-    """fp32: [requests, vocab] of each request's newest token, or [tokens, vocab]. Idle requests and padding: zeros."""
-    streams_TND: Tensor
-    """Residual streams after the last layer, before the head; input of the draft block."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -44,36 +36,27 @@ class Model:
     tokenizer: Tokenizer | None = None
 
     @torch.inference_mode()
-    def run(
-        self,
-        batch: ForwardBatch,
-        *,
-        rows: Literal["last", "all"] = "last",
-        probe: Probe | None = None,
-    ) -> ForwardResult:
-        """prepare, fill, decode: one forward of `batch`. The caller commits or rolls back the lengths."""
+    def forward(self, batch: ForwardBatch, *, rows: Literal["last", "all"] = "last") -> Tensor:
+        """prepare, fill, decode: one forward of `batch`. The caller commits or rolls back the lengths.
+
+        Logits, fp32 on the model's device: [requests, vocab] of each request's newest token, or [tokens, vocab].
+        Idle requests and padding: zeros. Raises BatchError or SlotError before anything has run.
+        """
         builder, kernels = self.backend.builder, self.backend.kernels
         builder.prepare(batch)
         epoch = builder.fill()
-        streams = self.decoder(builder.metadata, epoch, kernels, probe)
+        streams_RND = self.decoder(builder.metadata, epoch, kernels)
         shared = builder.metadata.shared
-        chosen, dead = streams, shared.slot_T < 0
-        if rows == "last" and streams.shape[0] == 0:
-            vocab = self.config.vocab_size
-            logits = torch.zeros(len(batch.slots), vocab, device=streams.device)
-            return ForwardResult(logits=logits, streams_TND=streams)
+        dead_R = shared.slot_T < 0
+        if rows == "last" and batch.num_tokens == 0:
+            vocab_size = self.config.vocab_size
+            return torch.zeros(len(batch.slots), vocab_size, device=streams_RND.device)
         if rows == "last":
-            row_B = shared.last_row_B.clamp(min=0)
-            chosen = streams.index_select(0, row_B)
-            dead = dead.index_select(0, row_B) | (shared.last_row_B < 0)
-        logits = self.decoder.logits(chosen, kernels, probe)
-        return ForwardResult(
-            logits=logits.masked_fill_(dead.unsqueeze(1), 0.0), streams_TND=streams
-        )
-
-    def forward(self, batch: ForwardBatch, *, rows: Literal["last", "all"] = "last") -> Tensor:
-        """Logits of one forward, see `run`."""
-        return self.run(batch, rows=rows).logits
+            row_R = shared.last_row_B.clamp(min=0)
+            streams_RND = streams_RND.index_select(0, row_R)
+            dead_R = dead_R.index_select(0, row_R) | (shared.last_row_B < 0)
+        logits_RV = self.decoder.logits(streams_RND, kernels)
+        return logits_RV.masked_fill_(dead_R.unsqueeze(1), 0.0)
 
 
 def dtype_of(
@@ -114,7 +97,7 @@ def load(
     if not has_drafts(folder):
         config = config.without_drafts()
     backend = backend or BackendConfig(pool=default_pool(config))
-    decoder = Decoder(config, chosen)
+    decoder = _decoder(config, chosen, folder)
     load_weights(decoder, folder)
     check_hash_tables(decoder, folder)
     return Model(
@@ -123,6 +106,18 @@ def load(
         backend=Backend.from_config(config, backend, device),
         tokenizer=load_tokenizer(folder, config),
     )
+
+
+def _decoder(config: ModelConfig, dtype: torch.dtype, folder: Path) -> Decoder:
+    try:
+        return Decoder(config, dtype)
+    except (RuntimeError, TypeError, MemoryError) as error:
+        # A size that no memory or no integer of torch's holds; it has a class for neither.
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{folder}: no room for the weights that its config.json describes ({reason}); "
+            "correct config.json, or use a machine with more memory"
+        ) from error
 
 
 def check_hash_tables(decoder: Decoder, folder: Path) -> None:

@@ -36,9 +36,3 @@ def fold_step(
     take_C = torch.where(masked_C, 0.0, torch.exp(gate_C - new_max_C))
     new_weighted_C = torch.where(masked_C, weighted_C, weighted_C * keep_C + take_C * value_C)
     return new_max_C, sum_C * keep_C + take_C, new_weighted_C
-
-
-def empty_fold(gate_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The state before the first token, shaped like `gate`."""
-    zero_C = torch.zeros_like(gate_C)
-    return torch.full_like(gate_C, EMPTY_MAX), zero_C, zero_C.clone()

@@ -12,7 +12,7 @@ from dsv4.pool.state import (
     FoldedWindow,
     LastToken,
     OverlapRing,
-    PagedRows,
+    PageEntries,
     StatePart,
     WindowRing,
 )
@@ -39,9 +39,9 @@ def _layer_parts(
 
     yield WindowRing(component(Region.WINDOW), geometry)
     if layer.ratio:
-        yield PagedRows(component(Region.ENTRIES), geometry, layer.ratio)
+        yield PageEntries(component(Region.ENTRIES), geometry, layer.ratio)
     if layer.kind is LayerKind.CSA:
-        yield PagedRows(component(Region.INDEX), geometry, layer.ratio)
+        yield PageEntries(component(Region.INDEX), geometry, layer.ratio)
         for region in (Region.STATE, Region.INDEX_STATE):
             yield OverlapRing(component(region), geometry, layer.ratio)
     elif layer.kind is LayerKind.HCA:

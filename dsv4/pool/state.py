@@ -157,7 +157,7 @@ class OverlapRing(PositionedRows):
         return self.geometry.overlap_row(self.ratio, holding.slot, span_K)
 
 
-class PagedRows(PositionedRows):
+class PageEntries(PositionedRows):
     """Entries or index keys: every closed one since position 0."""
 
     def __init__(self, component: Component, geometry: PoolGeometry, ratio: int) -> None:

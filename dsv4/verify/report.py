@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from attrs import frozen
@@ -77,16 +77,6 @@ class Report:
     @property
     def failures(self) -> tuple[Check, ...]:
         return tuple(check for check in self.checks if not check.ok)
-
-    def worst(self, name: str = "", *, pool: str | None = None) -> float:
-        """Largest max_error of the checks whose name starts with `name`, exact ones left out; 0 if none."""
-        return max((c.max_error for c in self._matching(name, pool)), default=0.0)
-
-    def _matching(self, name: str, pool: str | None) -> Iterator[Check]:
-        for check in self.checks:
-            if check.name.startswith(name) and not check.tolerance.exact:
-                if pool is None or check.pool == pool:
-                    yield check
 
 
 def compare(subject: str, name: str, got: Tensor, want: Tensor, tolerance: Tolerance) -> Check:

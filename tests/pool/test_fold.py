@@ -4,7 +4,12 @@ import math
 
 import torch
 
-from dsv4.pool.fold import empty_fold, fold_step
+from dsv4.pool.fold import fold_step
+
+
+def empty_fold(gate_C: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(max, sum, weighted sum) before the first token."""
+    return torch.full_like(gate_C, -torch.inf), torch.zeros_like(gate_C), torch.zeros_like(gate_C)
 
 
 def fold(gate_TC: torch.Tensor, value_TC: torch.Tensor) -> tuple[torch.Tensor, ...]:
