@@ -26,7 +26,7 @@ def torch_device(name: str | torch.device) -> torch.device:
     """A usable device, or ConfigError with the ones there are."""
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.empty(1, device=device).cpu()  # meta has tensors, but nothing in them
     except (RuntimeError, AssertionError) as error:
         found = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         raise ConfigError(

@@ -101,6 +101,7 @@ def test_the_off_values_of_missing_features_are_accepted(run: Run, checkpoint: P
         (("--prompt", "abc", "--pool", "unifed"), "'unified'"),
         (("--prompt", "abc", "--device", "tpu"), "tpu"),
         (("--prompt", "abc", "--device", "cuda:77"), "cuda:77"),
+        (("--prompt", "abc", "--device", "meta"), "meta"),
         (("--prompt", "abc", "--kernels", "fast"), "torch"),
         (("--prompt", "abc", "--dtype", "int4"), "int4"),
         (("--prompt", "abc", "--row-format", "fp9"), "fp9"),
@@ -145,6 +146,18 @@ def test_a_config_conflict_is_refused(run: Run, checkpoint: Path, tmp_path: Path
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 9}))
     assert "num_hidden_layers" in run("generate", broken, "--prompt", "a").error
+
+
+@pytest.mark.parametrize("size", [2**40, 2**62])
+@pytest.mark.parametrize("key", ["q_lora_rank", "o_lora_rank", "index_n_heads"])
+def test_a_config_of_weights_that_no_machine_holds_is_refused(
+    run: Run, checkpoint: Path, tmp_path: Path, key: str, size: int
+) -> None:
+    broken = tmp_path / "huge"
+    shutil.copytree(checkpoint, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {key: size}))
+    assert "no room for the weights" in run("generate", broken, "--prompt", "a").error
 
 
 def test_a_config_that_is_no_json_is_refused(run: Run, checkpoint: Path, tmp_path: Path) -> None:
