@@ -1,6 +1,6 @@
 """Recall of a key through the real engine and both pools: the shipped checkpoint's proof that old entries are read.
 
-    python examples/recall.py tiny --windows 4,16,64 --trials 200
+    python examples/recall.py tiny --windows 4,16,64 --trials 200 --out recall.json
 
 Each trial states a random key once, continues with code of the standard library, and asks. The control overwrites the
 slot's compressed entries with zeros before it asks: a score that survives would not come from the entries.
@@ -18,6 +18,7 @@ import torch
 from tiny_training.data import KEY_LENGTH, KEY_PREFIX, Corpus, recall_prompt
 from torch import Tensor
 
+from dsv4.bench.record import record
 from dsv4.config import BackendConfig, ThreePoolConfig, UnifiedPoolConfig
 from dsv4.engine.engine import Engine
 from dsv4.model.model import load
@@ -83,7 +84,9 @@ def main() -> int:
     parser.add_argument(
         "--source", type=Path, help="folder of Python sources; default: the standard library"
     )
+    parser.add_argument("--out", type=Path, help="write the record of this run here, as JSON")
     args = parser.parse_args()
+    rows = []
     for pool in POOLS if args.pool == "both" else (args.pool,):
         distances = [int(windows) for windows in args.windows.split(",")]
         config = POOLS[pool](max_requests=2, max_context=64 * max(distances) + 256)
@@ -93,11 +96,12 @@ def main() -> int:
         ).held_out
         for windows in distances:
             distance = windows * model.config.sliding_window
-            found = measure(Engine(model), text, distance, args.trials)
-            print(
-                json.dumps({"pool": pool, "windows": windows, "trials": args.trials} | found),
-                flush=True,
-            )
+            row = {"pool": pool, "windows": windows, "tokens": distance, "trials": args.trials}
+            rows.append(row | measure(Engine(model), text, distance, args.trials))
+            print(json.dumps(rows[-1]), flush=True)
+    if args.out is not None:
+        document = record(rows, ["python", *sys.argv], args.device)
+        args.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
