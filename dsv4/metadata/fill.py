@@ -1,4 +1,7 @@
-"""One fill: runs the address functions of `fill_ref` once each and puts their results into fixed buffers."""
+"""One fill: runs the address functions of `fill_ref` once each and puts their results into fixed buffers.
+
+Legend as there: T tokens, B requests, E closing windows, S fold segments, J fold steps, M pooled tokens, K picks.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The pieces of a forward's metadata: index streams, compressor plans, rope tables.
 
 Legend: T tokens, B requests, E windows that may close in this forward, S fold segments (E closing + B accumulators),
-J fold steps, M state rows that an overlapping window reads (2 * ratio), N stream lanes, P half the rope width.
+J fold steps, M state rows that an overlapping window reads (2 * ratio), N stream lanes, K picks of select, D head dim,
+P half the rope width.
 int32 everywhere; -1 = no row. A row index >= the state's rows addresses this forward's own token `index - rows`.
 """
 

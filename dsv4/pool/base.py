@@ -160,7 +160,8 @@ class KVPool(ABC):
     """[max_requests, pages_per_slot] int32 on the device: page of each logical page, -1 = none."""
     last_streams: Tensor | None
     """[max_requests, hc_mult * hidden_size] fp32, the residual streams of each slot's last token: what a draft
-    layer continues from. None if the model has no draft layer."""
+    layer continues from. Whoever drafts writes it; the pool keeps, forks and exports it. None if the model has no
+    draft layer."""
 
     @classmethod
     @abstractmethod
