@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from dsv4.engine.request import (
@@ -45,11 +45,14 @@ def as_list(prompts: str | Sequence[Prompt]) -> list[Prompt]:
     """The prompts as a list; a single str is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    if len(prompts) and isinstance(prompts[0], int):
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts {prompts!r}: must be a list of prompts; wrap it: [prompt]")
+    listed = list(prompts)
+    if listed and isinstance(listed[0], int):
         raise RequestError(
-            f"prompts[0] is the number {prompts[0]}, not a prompt; wrap the token ids: [token_ids]"
+            f"prompts[0] is the number {listed[0]}, not a prompt; wrap the token ids: [token_ids]"
         )
-    return list(prompts)
+    return listed
 
 
 class PromptRun:
@@ -60,7 +63,7 @@ class PromptRun:
         # Bad options are the caller's, not a prompt's: they raise, whatever the prompts are.
         fields: dict[str, Any] = dict(options)
         seeds = _seeds(fields.pop("seed", None), len(prompts))
-        for seed in set(seeds):
+        for seed in seeds:
             Request(prompt_token_ids=(0,), seed=seed, **fields)
         self._pending = deque(
             (index, self._request(prompt, seed, fields))
@@ -155,7 +158,7 @@ class PromptRun:
 
 
 def _seeds(seed: int | Sequence[int] | None, num_prompts: int) -> list[int | None]:
-    if seed is None or isinstance(seed, int):
+    if not isinstance(seed, Sequence):
         return [seed] * num_prompts
     if len(seed) != num_prompts:
         raise RequestError(

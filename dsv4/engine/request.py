@@ -41,8 +41,34 @@ def as_token_ids(values: Iterable[int]) -> tuple[int, ...]:
         ) from None
 
 
+# Converters leave alone what they cannot convert: the checks of Request name it, with all other bad values.
+
+
 def _texts(values: str | Iterable[str]) -> tuple[str, ...]:
-    return (values,) if isinstance(values, str) else tuple(values)
+    several = isinstance(values, Iterable) and not isinstance(values, str)
+    return tuple(values) if several else (values,)  # type: ignore[return-value]
+
+
+def _whole(value: object) -> object:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return value
+
+
+def _real(value: object) -> object:
+    try:
+        return value if isinstance(value, str) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return value
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and value >= least
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
 
 
 @frozen(kw_only=True)
@@ -50,36 +76,42 @@ class Request:
     """One prompt and how to continue it. Raises RequestError with every bad value at once."""
 
     prompt_token_ids: tuple[int, ...] = field(converter=as_token_ids)
-    max_new_tokens: int = 64
-    temperature: float = 0.0
+    max_new_tokens: int = field(default=64, converter=_whole)
+    temperature: float = field(default=0.0, converter=_real)
     """0 takes the most probable token; otherwise logits are divided by it."""
-    top_p: float = 1.0
+    top_p: float = field(default=1.0, converter=_real)
     """Sample from the most probable tokens that together have this mass."""
-    seed: int | None = None
+    seed: int | None = field(default=None, converter=_whole)
     """Equal seeds give equal samples, whatever else is in the batch; None draws a fresh one."""
     stop: tuple[str, ...] = field(default=(), converter=_texts)
     """Generation ends before the first of these strings; the text never shows any part of it."""
     stop_token_ids: tuple[int, ...] = field(default=(), converter=as_token_ids)
     ignore_eos: bool = False
-    logprobs: int = 0
+    logprobs: int = field(default=0, converter=_whole)
     """Most probable alternatives to report per token beside the chosen one; 0 reports nothing."""
 
     def __attrs_post_init__(self) -> None:
         problems = []
         if not self.prompt_token_ids:
             problems.append("prompt is empty, at least 1 token is needed; give text or token ids")
-        if self.max_new_tokens < 1:
-            problems.append(f"max_new_tokens {self.max_new_tokens} is below 1; raise it")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            problems.append(f"temperature {self.temperature} is not in [0, inf); 0 means greedy")
-        if not 0 < self.top_p <= 1:
-            problems.append(f"top_p {self.top_p} is not in (0, 1]; 1 keeps every token")
-        if self.seed is not None and not 0 <= self.seed < SEED_LIMIT:
-            problems.append(f"seed {self.seed} is not in [0, 2**63); choose another")
-        if not all(self.stop):
-            problems.append(f"stop {self.stop!r} has an empty string; remove it")
-        if self.logprobs < 0:
-            problems.append(f"logprobs {self.logprobs} is negative; 0 means none")
+        if not _is_whole(self.max_new_tokens, 1):
+            problems.append(
+                f"max_new_tokens {self.max_new_tokens!r} is no whole number from 1 up; raise it"
+            )
+        if not (_is_real(self.temperature) and self.temperature >= 0):
+            problems.append(f"temperature {self.temperature!r} is not in [0, inf); 0 means greedy")
+        if not (_is_real(self.top_p) and 0 < self.top_p <= 1):
+            problems.append(f"top_p {self.top_p!r} is not in (0, 1]; 1 keeps every token")
+        if not (self.seed is None or (_is_whole(self.seed, 0) and self.seed < SEED_LIMIT)):
+            problems.append(f"seed {self.seed!r} is no whole number in [0, 2**63); choose another")
+        if not all(isinstance(text, str) and text for text in self.stop):
+            problems.append(
+                f"stop {self.stop!r} has an empty string or something that is no text; remove it"
+            )
+        if not _is_whole(self.logprobs, 0):
+            problems.append(
+                f"logprobs {self.logprobs!r} is no whole number from 0 up; 0 means none"
+            )
         if problems:
             raise RequestError("request: " + "; ".join(problems))
 

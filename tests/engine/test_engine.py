@@ -304,7 +304,18 @@ def test_a_prompt_outside_the_vocabulary_or_without_tokenizer_is_rejected() -> N
         {"seed": [1, 2]},
         {"stop": [""]},
         {"logprobs": -1},
+        {"max_new_tokens": 1.5},
+        {"max_new_tokens": None},
+        {"temperature": "1"},
+        {"temperature": 10**400},
+        {"top_p": None},
+        {"seed": 1.5},
+        {"seed": [[1]]},
+        {"stop": [1]},
+        {"stop": None},
+        {"logprobs": 1.5},
     ],
+    ids=str,
 )
 def test_bad_options_raise_before_anything_runs(options: dict[str, object]) -> None:
     (name,) = options
@@ -327,6 +338,18 @@ def test_every_bad_option_is_named_at_once() -> None:
 def test_one_flat_list_of_ids_is_refused() -> None:
     with pytest.raises(RequestError, match="wrap the token ids"):
         engine_of().generate([1, 2, 3])
+
+
+@pytest.mark.parametrize("prompts", [None, 5])
+def test_prompts_that_are_no_list_are_refused(prompts: object) -> None:
+    with pytest.raises(RequestError, match=f"prompts {prompts}: must be a list"):
+        engine_of().generate(prompts)  # type: ignore[arg-type]
+
+
+def test_a_whole_temperature_of_any_size_samples() -> None:
+    """An integer that torch's scalars cannot hold once took the whole batch down."""
+    (completion,) = engine_of().generate([[1]], temperature=2**70, seed=1, max_new_tokens=2)
+    assert len(completion.token_ids) == 2
 
 
 def test_no_prompts_give_no_completions() -> None:
