@@ -347,7 +347,7 @@ def test_prompts_that_are_no_list_are_refused(prompts: object) -> None:
 
 
 def test_a_whole_temperature_of_any_size_samples() -> None:
-    """An integer that torch's scalars cannot hold once took the whole batch down."""
+    """Also an integer that torch's scalars cannot hold."""
     (completion,) = engine_of().generate([[1]], temperature=2**70, seed=1, max_new_tokens=2)
     assert len(completion.token_ids) == 2
 
