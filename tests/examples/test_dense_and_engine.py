@@ -44,8 +44,9 @@ def prompt() -> list[int]:
 
 def engine_logits(folder: Path) -> tuple[Tensor, Decoder]:
     backend = BackendConfig(pool=UnifiedPoolConfig(max_requests=1, max_context=TOKENS))
-    engine = Engine(dsv4.load(folder, backend=backend))
-    return engine.prefill(engine.pool.acquire(), prompt(), rows="all"), engine.model.decoder
+    model = dsv4.load(folder, backend=backend)
+    engine = Engine(model)
+    return engine.prefill(engine.pool.acquire(), prompt(), rows="all"), model.decoder
 
 
 @torch.no_grad()

@@ -12,12 +12,12 @@ import dsv4
 from dsv4.config import BackendConfig, PoolConfig, ThreePoolConfig, UnifiedPoolConfig
 from dsv4.engine import Engine
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import recall
 
-TEXT = np.frombuffer((ROOT / "LICENSE").read_bytes(), np.uint8).astype(np.int16)
+LICENSE = Path(__file__).resolve().parents[2] / "LICENSE"
+TEXT = np.frombuffer(LICENSE.read_bytes(), np.uint8).astype(np.int16)
 """Between statement and ask: a text that never changes, and that training never saw."""
 
 
