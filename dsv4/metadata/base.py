@@ -27,8 +27,8 @@ class MetadataBuilder(ABC):
     6. `swa_loc_for` is exact for any batch: the stored tensor if batch and positions are the filled ones, otherwise a
        recompute from live positions, logged as `swa_loc_recomputed` with its reason.
     7. Padding tokens and requests have slot -1, no rows, no visible entries.
-    8. `advance` adds accepted tokens to the lengths on the device; a later host commit of the same tokens changes
-       nothing more.
+    8. `advance` adds accepted tokens to the lengths on the device; host commits of the same tokens, in order and any
+       number of forwards later, change nothing more.
     """
 
     metadata: ForwardMetadata

@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4.config import BackendConfig, ModelConfig
-from dsv4.errors import BatchError
+from dsv4.errors import BatchError, SlotError
 from dsv4.log import get_logger
 from dsv4.metadata import fill_ref as ref
 from dsv4.metadata.base import MetadataBuilder
@@ -37,8 +37,9 @@ class _Filled:
     """What the current metadata was computed from."""
 
     batch: ForwardBatch
+    lengths: tuple[int, ...] | None
+    """Committed tokens of each request, None where only the device knows them."""
     pool_version: int
-    advances: int
 
 
 def capacity_of(config: BackendConfig) -> BatchShape:
@@ -67,10 +68,8 @@ class TableMetadataBuilder(MetadataBuilder):
         self.metadata = ForwardMetadata()
         self.computed = self._buffers.computed
         self._batch: ForwardBatch | None = None
-        self._shape: BatchShape | None = None
+        self._begun_at = -1
         self._filled: _Filled | None = None
-        self._advances = 0
-        self._ahead: dict[int, tuple[int, int]] = {}
 
     @classmethod
     def estimate(
@@ -94,21 +93,8 @@ class TableMetadataBuilder(MetadataBuilder):
 
     def prepare(self, batch: ForwardBatch) -> None:
         self._check(batch)
-        ahead = [self._bound_ahead(s) for s in batch.slots]
-        reach = [n + a if n else 0 for n, a in zip(batch.query_lengths, ahead, strict=True)]
-        self._pool.begin_forward(batch.slots, reach)
-        lengths = [self._pool.length(s) if s >= 0 else 0 for s in batch.slots]
-        self._shape = BatchShape(
-            num_tokens=batch.num_tokens,
-            num_requests=len(batch.slots),
-            max_query_tokens=max(batch.query_lengths, default=0),
-            max_length=self._rounded(
-                max((a + b for a, b in zip(lengths, reach, strict=True)), default=0)
-            ),
-            query_lengths=batch.query_lengths,
-            lengths=None if any(ahead) else tuple(lengths),
-        )
-        self._batch = batch
+        self._pool.begin_forward(batch.slots, batch.query_lengths)
+        self._batch, self._begun_at = batch, self._pool.version
         starts = [0]
         for n in batch.query_lengths:
             starts.append(starts[-1] + n)
@@ -140,41 +126,45 @@ class TableMetadataBuilder(MetadataBuilder):
                 f"token_ids reach {min(batch.token_ids)}..{top}: ids must lie in [0, {self._model.vocab_size})"
             )
 
-    def _bound_ahead(self, slot: int) -> int:
-        """Upper bound of the tokens that the device's length leads the host's by."""
-        length, extra = self._ahead.get(slot, (-1, 0))
-        if slot < 0 or length != self._pool.length(slot):
-            self._ahead.pop(slot, None)
-            return 0
-        return extra
+    def _shape_of(self, batch: ForwardBatch) -> BatchShape:
+        """The shape of a forward of `batch` from here: exact where the host knows the lengths, else an upper bound."""
+        lengths = [self._pool.length(s) if s >= 0 else 0 for s in batch.slots]
+        lead = [self._pool.lead(s) if s >= 0 else 0 for s in batch.slots]
+        ends = map(sum, zip(lengths, lead, batch.query_lengths, strict=True))
+        return BatchShape(
+            num_tokens=batch.num_tokens,
+            num_requests=len(batch.slots),
+            max_query_tokens=max(batch.query_lengths, default=0),
+            max_length=self._rounded(max(ends, default=0)),
+            query_lengths=batch.query_lengths,
+            lengths=None if any(lead) else tuple(lengths),
+        )
 
     def fill(self) -> Epoch:
-        if self._batch is None or self._shape is None:
+        if self._batch is None:
             raise BatchError("fill: no batch; call prepare(batch) first")
-        shared = self._filler.fill(self._shape)
-        scratch, tokens = self._scratch.tensors, self._shape.num_tokens
-        chunks = self._shape.max_query_tokens > self._geometry.in_place_tokens
+        if self._begun_at != self._pool.version:
+            # lengths moved since prepare: this is another forward of the same batch
+            self._pool.begin_forward(self._batch.slots, self._batch.query_lengths)
+            self._begun_at = self._pool.version
+        shape = self._shape_of(self._batch)
+        shared = self._filler.fill(shape)
+        scratch, tokens = self._scratch.tensors, shape.num_tokens
+        chunks = shape.max_query_tokens > self._geometry.in_place_tokens
         workspace = Workspace(
             fresh_TD=scratch["fresh"].view(-1, self._model.head_dim)[:tokens] if chunks else None,
             scores=scratch["scores"],
         )
         layers = layer_tensors(self._pool, shared, workspace)
-        self._filled = _Filled(self._batch, self._pool.version, self._advances)
+        self._filled = _Filled(self._batch, shape.lengths, self._pool.version)
         return self.metadata.publish(shared, layers)
 
     def advance(self, accepted_B: Tensor) -> None:
         if self._batch is None:
             raise BatchError("advance: no batch; call prepare(batch) first")
-        slots = self._buffers.view("slots", len(self._batch.slots))
-        live = slots >= 0
-        step = torch.where(live, accepted_B.to(slots.device, torch.int32), 0)
-        # a padding request adds 0 to slot 0: an ordinary slot, unchanged
-        self._pool.lengths.index_add_(0, slots.clamp(min=0), step)
-        self._advances += 1
-        for slot, n in zip(self._batch.slots, self._batch.query_lengths, strict=True):
-            if slot >= 0:
-                length = self._pool.length(slot)
-                self._ahead[slot] = (length, self._bound_ahead(slot) + n)
+        slots_B = self._buffers.view("slots", len(self._batch.slots))
+        spans = zip(self._batch.slots, self._batch.query_lengths, strict=True)
+        self._pool.advance(slots_B, accepted_B, [s for s, n in spans if s >= 0 and n > 0])
 
     def swa_loc_for(self, batch: ForwardBatch | None) -> Tensor:
         reason = self._why_stale(batch)
@@ -193,16 +183,21 @@ class TableMetadataBuilder(MetadataBuilder):
             return "re-padded" if filled and self._repadded(filled.batch, batch) else "other slots"
         if filled.batch.num_tokens != batch.num_tokens:
             return "re-padded"
-        same_lengths = filled.batch.query_lengths == batch.query_lengths
-        unmoved = (filled.pool_version, filled.advances) == (self._pool.version, self._advances)
-        return None if same_lengths and unmoved else "other positions"
+        known = filled.lengths is not None and filled.lengths == self._shape_of(batch).lengths
+        unmoved = known or filled.pool_version == self._pool.version
+        same = unmoved and filled.batch.query_lengths == batch.query_lengths
+        return None if same else "other positions"
 
     @staticmethod
     def _repadded(a: ForwardBatch, b: ForwardBatch) -> bool:
         return [s for s in a.slots if s >= 0] == [s for s in b.slots if s >= 0]
 
     def _recompute(self, batch: ForwardBatch) -> Tensor:
-        device = self._pool.device
+        device, limit = self._pool.device, self._geometry.max_requests
+        if max(batch.slots, default=-1) >= limit:
+            raise SlotError(
+                f"slot {max(batch.slots)}: the pool has slots 0..{limit - 1}; acquire one"
+            )
 
         def ints(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)

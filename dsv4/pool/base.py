@@ -137,7 +137,8 @@ class KVPool(ABC):
      3. `acquire` returns a live slot of length 0 or raises PoolExhaustedError; slots are reused, state is not.
      4. `reserve(slot, n)` makes positions [0, n) addressable, all or nothing; reserving less is a no-op.
      5. `release` returns the slot and exactly its unshared pages.
-     6. `commit(slot, n)` adds n to the length and moves nothing else.
+     6. `commit(slot, n)` adds n to the length and moves nothing else; after `advance` it only mirrors what the
+        device knows already, any number of forwards later.
      7. `rollback(slot, length)` works iff (highest position ever written + 1) - length <= D and the length
         is not below the slot's floor (what it was attached at, or shares with a fork); otherwise
         RollbackError, nothing changed.
@@ -219,6 +220,15 @@ class KVPool(ABC):
         is not live or is given twice, for a range beyond its reservation, and for a slot whose last forward
         wrote more than D tokens that were never committed (its rings have moved on).
         """
+
+    @abstractmethod
+    def advance(self, slots_B: Tensor, accepted_B: Tensor, slots: Sequence[int]) -> None:
+        """Add accepted tokens to `lengths` on the device, without asking it: int [B] each, slot -1 = none. `slots` are
+        the host's names of the slots whose begun forward this settles; their commits follow later, in order."""
+
+    @abstractmethod
+    def lead(self, slot: int) -> int:
+        """Most tokens that the device's length is ahead of the host's."""
 
     @abstractmethod
     def commit(self, slot: int, num_tokens: int) -> None: ...

@@ -9,13 +9,13 @@ from operator import index
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from attrs import define, field
 from torch import Tensor
 
 from dsv4.config import LayerConfig, ModelConfig, PoolConfig, checks_enabled
 from dsv4.errors import ConfigError, RollbackError, SlotError, SnapshotError
 from dsv4.pool.allocator import PageAllocator, SlotAllocator
 from dsv4.pool.base import Component, KVPool, KVView, MemoryReport, Region, Snapshot
+from dsv4.pool.books import SlotBook
 from dsv4.pool.formats import RowFormat, index_format, row_format
 from dsv4.pool.geometry import PoolGeometry
 from dsv4.pool.layout import PoolLayout, Share, TableSpec, build_layout
@@ -27,19 +27,6 @@ from dsv4.pool.storage import adopt, allocate
 
 if TYPE_CHECKING:
     from dsv4.metadata.base import MetadataBuilder
-
-
-@define(kw_only=True)
-class SlotBook:
-    """What the host knows of a live slot. Tokens, all of them absolute."""
-
-    length: int = 0
-    reserved: int = 0
-    highest: int = 0
-    """Highest position ever written + 1; a rollback does not lower it."""
-    floor: int = 0
-    """No rollback below: attached, or shared with a fork."""
-    pages: list[int] = field(factory=list)
 
 
 class TablePool(KVPool):
@@ -209,7 +196,7 @@ class TablePool(KVPool):
         self._books[slot] = SlotBook(
             length=book.length,
             reserved=min(reserved, self.config.max_context),
-            highest=book.highest,
+            written=book.highest,
             floor=floor,
         )
         self._append_pages(slot, shared + copied)
@@ -242,7 +229,7 @@ class TablePool(KVPool):
                 f"slot {slot}: {book.reserved} tokens reserved, the snapshot has {snapshot.length}; "
                 f"reserve at least that many first"
             )
-        book.length = book.highest = book.floor = snapshot.length
+        book.length = book.written = book.floor = snapshot.length
         holding = self._holding(slot)
         for part in self._parts:
             part.attach(holding, snapshot.tensors)
@@ -254,39 +241,58 @@ class TablePool(KVPool):
     # lengths
 
     def begin_forward(self, slots: Sequence[int], query_lengths: Sequence[int]) -> None:
-        ends: dict[int, int] = {}
+        begun: dict[int, int] = {}
         for slot, num_tokens in zip(map(index, slots), map(index, query_lengths), strict=True):
             if slot == -1 or num_tokens == 0:
                 continue
-            if slot in ends:
+            if slot in begun:
                 raise SlotError(f"slot {slot}: given twice in one forward; give each slot once")
-            book = self._exact_book(slot, "another forward")
-            ends[slot] = book.length + num_tokens
-            if num_tokens < 0 or ends[slot] > book.reserved:
+            book = self._settled_book(slot, "another forward")
+            begun[slot] = num_tokens
+            if num_tokens < 0 or book.length + book.lead + num_tokens > book.reserved:
                 raise SlotError(
-                    f"slot {slot}: {num_tokens} tokens at length {book.length} do not fit the "
+                    f"slot {slot}: {num_tokens} tokens at length {book.length + book.lead} do not fit the "
                     f"{book.reserved} tokens reserved; reserve more first"
                 )
-        for slot, end in ends.items():
-            book = self._books[slot]
-            book.highest = max(book.highest, end)
+        for slot, num_tokens in begun.items():
+            self._books[slot].begin(num_tokens)
+
+    def advance(self, slots_B: Tensor, accepted_B: Tensor, slots: Sequence[int]) -> None:
+        live_B = slots_B >= 0
+        step_B = torch.where(live_B, accepted_B.to(self.device, torch.int32), 0)
+        # a request without a slot adds 0 to slot 0: an ordinary slot, unchanged
+        self.lengths.index_add_(0, slots_B.clamp(min=0), step_B)
+        self._version += 1
+        for slot in slots:
+            if slot >= 0:
+                self._book(slot).advance()
+
+    def lead(self, slot: int) -> int:
+        return self._book(slot).lead
 
     def commit(self, slot: int, num_tokens: int) -> None:
         # index: accepted counts come from samplers as tensors or numpy scalars as well.
         slot, num_tokens = index(slot), index(num_tokens)
         book = self._book(slot)
-        length = book.length + num_tokens
-        if num_tokens < 0 or length > book.highest:
+        if not 0 <= num_tokens <= book.most_accepted:
             raise SlotError(
                 f"slot {slot}: committing {num_tokens} tokens at length {book.length}, "
-                f"0..{book.highest - book.length} were begun; begin_forward comes first"
+                f"0..{book.most_accepted} were begun; begin_forward comes first"
             )
-        book.length = length
-        self._set_length(slot, length)
+        device_knows = book.lead > 0
+        book.commit(num_tokens)
+        if device_knows:
+            self._version += 1
+        else:
+            self._set_length(slot, book.length)
 
     def rollback(self, slot: int, length: int) -> None:
         slot, length = index(slot), index(length)
         book = self._book(slot)
+        if book.advanced:
+            raise RollbackError(
+                f"slot {slot}: rollback while the device is {len(book.advanced)} forwards ahead; commit them first"
+            )
         lowest = max(0, book.floor, book.highest - self.geometry.in_place_tokens)
         if not lowest <= length <= book.length:
             raise RollbackError(
@@ -357,9 +363,18 @@ class TablePool(KVPool):
         return self._books[slot]
 
     def _exact_book(self, slot: int, purpose: str) -> SlotBook:
-        """The book of a slot whose state at its length is whole: no more than D tokens are written beyond it."""
+        """The book of a slot whose state at the host's length is whole."""
+        book = self._settled_book(slot, purpose)
+        if book.advanced:
+            raise SlotError(
+                f"slot {slot}: {purpose} while the device is {len(book.advanced)} forwards ahead; commit them first"
+            )
+        return book
+
+    def _settled_book(self, slot: int, purpose: str) -> SlotBook:
+        """The book of a slot with no more than D tokens written behind its length, the device's if that is ahead."""
         book = self._book(slot)
-        if book.highest - book.length > self.geometry.in_place_tokens:
+        if book.open_tokens > self.geometry.in_place_tokens:
             raise SlotError(
                 f"slot {slot}: {purpose} at length {book.length}, but positions up to {book.highest} were written "
                 f"and only {self.geometry.in_place_tokens} can be undone; commit them or release the slot"
