@@ -164,7 +164,7 @@ class TableMetadataBuilder(MetadataBuilder):
             raise BatchError("advance: no batch; call prepare(batch) first")
         slots_B = self._buffers.view("slots", len(self._batch.slots))
         spans = zip(self._batch.slots, self._batch.query_lengths, strict=True)
-        self._pool.advance(slots_B, accepted_B, [s for s, n in spans if s >= 0 and n > 0])
+        self._pool.advance(slots_B, accepted_B, {s: n for s, n in spans if s >= 0})
 
     def swa_loc_for(self, batch: ForwardBatch | None) -> Tensor:
         reason = self._why_stale(batch)

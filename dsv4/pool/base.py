@@ -222,9 +222,15 @@ class KVPool(ABC):
         """
 
     @abstractmethod
-    def advance(self, slots_B: Tensor, accepted_B: Tensor, slots: Sequence[int]) -> None:
-        """Add accepted tokens to `lengths` on the device, without asking it: int [B] each, slot -1 = none. `slots` are
-        the host's names of the slots whose begun forward this settles; their commits follow later, in order."""
+    def advance(
+        self, slots_B: Tensor, accepted_B: Tensor, query_lengths: Mapping[int, int]
+    ) -> None:
+        """Add accepted tokens to `lengths` on the device, without asking it: int [B] each, slot -1 = none.
+
+        `query_lengths`: what the host knows, tokens of each live slot in the forward that this settles. Its commits
+        follow later, in order, one per slot: an idle slot (0 tokens) commits 0. That one may be left out unless the
+        slot's next forward accepts 0 tokens, for its commit of 0 would be taken for the idle one.
+        """
 
     @abstractmethod
     def lead(self, slot: int) -> int:

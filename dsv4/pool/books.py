@@ -26,12 +26,17 @@ class SlotBook:
     begun: int = 0
     """Query length of the forward that is not settled yet; a forward that is begun again counts once."""
     advanced: deque[int] = field(factory=deque)
-    """Query lengths of the forwards that only the device has settled."""
+    """Query lengths of the forwards that only the device has settled; 0 where the slot was idle."""
 
     @property
     def lead(self) -> int:
         """Most tokens that the device's length can be ahead of `length`."""
         return sum(self.advanced)
+
+    @property
+    def lead_forwards(self) -> int:
+        """Forwards that may have given the device its lead."""
+        return sum(1 for num_tokens in self.advanced if num_tokens)
 
     @property
     def highest(self) -> int:
@@ -46,23 +51,28 @@ class SlotBook:
     @property
     def most_accepted(self) -> int:
         """Most tokens that the next commit can accept."""
-        return self.lead if self.advanced else self.highest - self.length
+        return self.lead or self.highest - self.length
 
     def begin(self, num_tokens: int) -> None:
         self.begun = max(self.begun, num_tokens)
 
-    def advance(self) -> None:
-        """The device has taken over the begun forward's accepted tokens."""
-        if self.begun:
-            self.advanced.append(self.begun)
-            self.begun = 0
+    def advance(self, *, idle: bool) -> None:
+        """The device has taken over the begun forward's accepted tokens.
+
+        An idle slot is noted too: the commit of 0 tokens that may follow must not settle another forward.
+        """
+        self.advanced.append(0 if idle else self._settle_begun())
 
     def commit(self, num_tokens: int) -> None:
         """Settle the oldest forward with its accepted tokens, or as many forwards as had that many."""
-        wrote = 0
-        if not self.advanced:
-            wrote, self.begun = self.begun, 0
-        while self.advanced and (wrote == 0 or wrote < num_tokens):
+        wrote = self.advanced.popleft() if self.advanced else self._settle_begun()
+        while self.advanced and wrote < num_tokens:
             wrote += self.advanced.popleft()
+        if wrote < num_tokens:
+            wrote += self._settle_begun()
         self.written = max(self.written, self.length + wrote)
         self.length += num_tokens
+
+    def _settle_begun(self) -> int:
+        wrote, self.begun = self.begun, 0
+        return wrote

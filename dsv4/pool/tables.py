@@ -257,15 +257,16 @@ class TablePool(KVPool):
         for slot, num_tokens in begun.items():
             self._books[slot].begin(num_tokens)
 
-    def advance(self, slots_B: Tensor, accepted_B: Tensor, slots: Sequence[int]) -> None:
+    def advance(
+        self, slots_B: Tensor, accepted_B: Tensor, query_lengths: Mapping[int, int]
+    ) -> None:
         live_B = slots_B >= 0
         step_B = torch.where(live_B, accepted_B.to(self.device, torch.int32), 0)
         # a request without a slot adds 0 to slot 0: an ordinary slot, unchanged
         self.lengths.index_add_(0, slots_B.clamp(min=0), step_B)
         self._version += 1
-        for slot in slots:
-            if slot >= 0:
-                self._book(slot).advance()
+        for slot, num_tokens in query_lengths.items():
+            self._book(slot).advance(idle=num_tokens == 0)
 
     def lead(self, slot: int) -> int:
         return self._book(slot).lead
@@ -289,9 +290,9 @@ class TablePool(KVPool):
     def rollback(self, slot: int, length: int) -> None:
         slot, length = index(slot), index(length)
         book = self._book(slot)
-        if book.advanced:
+        if book.lead:
             raise RollbackError(
-                f"slot {slot}: rollback while the device is {len(book.advanced)} forwards ahead; commit them first"
+                f"slot {slot}: rollback while the device is {book.lead_forwards} forwards ahead; commit them first"
             )
         lowest = max(0, book.floor, book.highest - self.geometry.in_place_tokens)
         if not lowest <= length <= book.length:
@@ -365,9 +366,9 @@ class TablePool(KVPool):
     def _exact_book(self, slot: int, purpose: str) -> SlotBook:
         """The book of a slot whose state at the host's length is whole."""
         book = self._settled_book(slot, purpose)
-        if book.advanced:
+        if book.lead:
             raise SlotError(
-                f"slot {slot}: {purpose} while the device is {len(book.advanced)} forwards ahead; commit them first"
+                f"slot {slot}: {purpose} while the device is {book.lead_forwards} forwards ahead; commit them first"
             )
         return book
 

@@ -69,6 +69,26 @@ def test_a_forward_whose_tokens_were_all_rejected_blocks_nothing(backend):
     assert int(pool.lengths[slot]) == 0
 
 
+@pytest.mark.parametrize("commit_idle", [True, False])
+def test_a_commit_of_nothing_for_an_idle_slot_settles_no_other_forward(backend, commit_idle):
+    """A host that walks over a batch commits 0 tokens for its idle requests, or leaves them out."""
+    pool, slot, other = backend.pool, live_slot(backend), live_slot(backend)
+    for count in (0, 2, 0, 1):
+        batch = dsv4.ForwardBatch.of([(other, [5]), (slot, [5] * count)])
+        backend.builder.prepare(batch)
+        backend.builder.fill()
+        backend.builder.advance(torch.tensor([1, count]))
+    for count, length, lead in ((0, 0, 3), (2, 2, 1), (0, 2, 1), (1, 3, 0)):
+        if count or commit_idle:
+            pool.commit(slot, count)
+        pool.commit(other, 1)
+        assert (pool.length(slot), pool.lead(slot), int(pool.lengths[slot])) == (length, lead, 3)
+    pool.rollback(slot, 2)
+    assert begin(backend, slot, 1) == [2]
+    pool.commit(slot, 1)
+    assert (pool.length(slot), int(pool.lengths[slot])) == (3, 3)
+
+
 def test_one_commit_can_settle_several_forwards(backend):
     pool, slot = backend.pool, live_slot(backend)
     for _ in range(3):
