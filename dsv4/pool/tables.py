@@ -280,11 +280,11 @@ class TablePool(KVPool):
                 f"slot {slot}: committing {num_tokens} tokens at length {book.length}, "
                 f"0..{book.most_accepted} were begun; begin_forward comes first"
             )
-        device_knows = book.lead > 0
         book.commit(num_tokens)
-        if device_knows:
+        if book.lead:
             self._version += 1
         else:
+            # No news where the host mirrors the device; where it kept fewer tokens (a stop string), it decides.
             self._set_length(slot, book.length)
 
     def rollback(self, slot: int, length: int) -> None:

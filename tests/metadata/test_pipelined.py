@@ -89,6 +89,15 @@ def test_a_commit_of_nothing_for_an_idle_slot_settles_no_other_forward(backend, 
     assert (pool.length(slot), int(pool.lengths[slot])) == (3, 3)
 
 
+def test_a_host_that_keeps_fewer_tokens_than_the_device_decides(backend):
+    pool, slot = backend.pool, live_slot(backend)
+    begin(backend, slot, 3)
+    backend.builder.advance(torch.tensor([3]))
+    pool.commit(slot, 1)
+    assert int(pool.lengths[slot]) == 1
+    assert begin(backend, slot, 1) == [1]
+
+
 def test_one_commit_can_settle_several_forwards(backend):
     pool, slot = backend.pool, live_slot(backend)
     for _ in range(3):
