@@ -147,6 +147,8 @@ class TablePool(KVPool):
         return slot
 
     def reserve(self, slot: int, total_tokens: int) -> None:
+        # index, here and below: slots and counts come out of tensors and arrays as well.
+        slot, total_tokens = index(slot), index(total_tokens)
         book = self._book(slot)
         if total_tokens > self.config.max_context:
             raise SlotError(
@@ -162,6 +164,7 @@ class TablePool(KVPool):
         book.reserved = total_tokens
 
     def release(self, slot: int) -> None:
+        slot = index(slot)
         book = self._book(slot)
         freed = self._pages.release(book.pages)
         if self._poison_released:
@@ -175,6 +178,7 @@ class TablePool(KVPool):
         self._slots.release(slot)
 
     def fork(self, src: int) -> int:
+        src = index(src)
         book = self._exact_book(src, "fork")
         page_tokens = self.geometry.page_tokens
         num_shared = book.length // page_tokens if self._paged else 0
@@ -204,6 +208,7 @@ class TablePool(KVPool):
         return slot
 
     def export(self, slot: int) -> Snapshot:
+        slot = index(slot)
         book = self._exact_book(slot, "export")
         handled = {component.name for part in self._parts for component in part.components}
         unhandled = [part.name for part in self.components() if part.name not in handled]
@@ -218,6 +223,7 @@ class TablePool(KVPool):
         return Snapshot(length=book.length, signature=self._signature, tensors=tensors)
 
     def attach(self, slot: int, snapshot: Snapshot) -> None:
+        slot = index(slot)
         book = self._book(slot)
         check_fits(snapshot, self._signature, self._parts)
         if book.length:
@@ -269,10 +275,9 @@ class TablePool(KVPool):
             self._book(slot).advance(idle=num_tokens == 0)
 
     def lead(self, slot: int) -> int:
-        return self._book(slot).lead
+        return self._book(index(slot)).lead
 
     def commit(self, slot: int, num_tokens: int) -> None:
-        # index: accepted counts come from samplers as tensors or numpy scalars as well.
         slot, num_tokens = index(slot), index(num_tokens)
         book = self._book(slot)
         if not 0 <= num_tokens <= book.most_accepted:
@@ -305,7 +310,7 @@ class TablePool(KVPool):
         self._set_length(slot, length)
 
     def length(self, slot: int) -> int:
-        return self._book(slot).length
+        return self._book(index(slot)).length
 
     @property
     def version(self) -> int:

@@ -87,17 +87,24 @@ def test_rollbacks_do_not_add_up_to_more_than_the_margin(
 
 @families
 @pytest.mark.parametrize("kind", [int, torch.tensor, np.int64])
-def test_counts_may_be_tensors_or_numpy_scalars(
+def test_slots_and_counts_may_be_tensors_or_numpy_scalars(
     family: type[TablePool], kind: Callable[[int], int]
 ) -> None:
     pool = make_pool(family, MODEL, in_place_tokens=4)
     slot = pool.acquire()
-    pool.reserve(slot, 20)
+    pool.reserve(kind(slot), kind(20))
     pool.begin_forward([kind(slot), kind(-1)], [kind(4), kind(2)])
     pool.commit(kind(slot), kind(3))
     pool.rollback(kind(slot), kind(2))
-    assert pool.length(slot) == int(pool.lengths[slot]) == 2
+    assert pool.length(kind(slot)) == int(pool.lengths[slot]) == 2
     assert type(pool.length(slot)) is int
+    fork, empty = pool.fork(kind(slot)), pool.acquire()
+    pool.reserve(empty, 2)
+    pool.attach(kind(empty), pool.export(kind(slot)))
+    assert [pool.length(s) for s in (fork, empty)] == [2, 2]
+    for live in (slot, fork, empty):
+        pool.release(kind(live))
+    assert (pool.num_free_slots, pool.num_free_pages) == (4, 12)
 
 
 @families
