@@ -36,7 +36,7 @@ def machine(device: str) -> dict[str, object]:
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": platform.system(),
     }
     if torch.device(device).type == "cuda":
         found["gpu"] = torch.cuda.get_device_name(torch.device(device))
