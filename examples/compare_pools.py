@@ -13,24 +13,26 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 import torch
-from tqdm import tqdm
 
 import dsv4
 from dsv4 import registry
 from dsv4.errors import Dsv4Error, RequestError
 
 PROMPTS = (
-    "import os\nimport sys\n\n\ndef main():\n",
-    "def read_lines(path):\n    with open(path) as f:\n",
+    "def read_config(path):\n    if not",
+    "def parse(text):\n    try:\n",
     'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self):\n'
     "        self.items = []\n\n    def __len__(self):\n        return len(self.items)\n\n"
-    "    def push(self, item):\n        self.items.append(item)\n\n    def pop(self):\n",
+    "    def push(self, item):\n        self.items.append(item)\n\n    def pop(self):\n"
+    '        """',
 )
 MAX_CONTEXT = 1024
+BURST = 4
+"""Decode steps of one pool before it is the next one's turn."""
 COMBINATIONS = [
     (pool, row_format) for row_format in ("fp32", "bf16", "fp8") for pool in registry.pool_names()
 ]
@@ -53,24 +55,38 @@ class Result:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if all pools that must agree do, 1 if not, 2 if the checkpoint cannot be used."""
+    """0 if all pools that must agree do, 1 if not, 2 if the checkpoint cannot be used, 130 if interrupted."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint", nargs="?", default="tiny", help="folder (default: tiny)")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     args = parser.parse_args(argv)
+    # Operations this small only wait for other threads; on a busy machine two that spin are 10 to 50 times slower.
+    torch.set_num_threads(1)
     try:
-        model = dsv4.load(args.checkpoint, backend=backend_config(*COMBINATIONS[0]))
-        # disable=None: no bar unless standard error is a terminal.
-        bar = tqdm(COMBINATIONS, desc="pools", disable=None, leave=False)
-        results = [run(model, pool, rows, args.max_new_tokens) for pool, rows in bar]
+        return compare(args.checkpoint, args.max_new_tokens)
     except Dsv4Error as error:
         print(f"compare_pools: error: {error}", file=sys.stderr)
         return 2
-    print_texts(results[0])
+    except KeyboardInterrupt:
+        print("compare_pools: interrupted", file=sys.stderr)
+        return 130
+
+
+def compare(checkpoint: str, max_new_tokens: int) -> int:
+    """Print texts and table as they come, so that a pipe or log shows how far it is."""
+    model = dsv4.load(checkpoint, backend=backend_config(*COMBINATIONS[0]))
+    (first,) = run(model, COMBINATIONS[:1], max_new_tokens)
+    print_texts(first)
+    print(f"{len(COMBINATIONS)} pools take turns, {BURST} decode steps at a time:", flush=True)
+    print_head()
+    results = []
+    for result in run(model, COMBINATIONS, max_new_tokens):
+        print_row(result, first)
+        results.append(result)
+    print_foot()
     official = model.config.kv_quant == "official"
     agree = all(len({r.tokens for r in group}) == 1 for group in groups(results, official))
     print(verdict(results, agree))
-    print_table(results)
     return 0 if agree else 1
 
 
@@ -81,44 +97,66 @@ def backend_config(pool: str, row_format: str) -> dsv4.BackendConfig:
     return dsv4.BackendConfig(pool=pool_config, deterministic=True)
 
 
-def run(model: dsv4.Model, pool: str, row_format: str, max_new_tokens: int) -> Result:
-    """Decode all prompts as one ragged batch on a backend of its own; the weights are shared."""
-    backend = dsv4.Backend.from_config(model.config, backend_config(pool, row_format))
-    completions, tokens_per_second = decode(
-        dsv4.Engine(attrs.evolve(model, backend=backend)), max_new_tokens
-    )
-    memory = type(backend.pool).estimate(backend.config.pool, model.config)
-    return Result(
-        pool=pool,
-        row_format=row_format,
-        tokens=tuple(completion.token_ids for completion in completions),
-        texts=tuple(completion.text for completion in completions),
-        bytes_per_token=memory.bytes_per_token,
-        bytes_per_slot=memory.bytes_per_slot,
-        tokens_per_second=tokens_per_second,
-    )
+def run(
+    model: dsv4.Model, combinations: Sequence[tuple[str, str]], max_new_tokens: int
+) -> Iterator[Result]:
+    """Decode all prompts on a backend per combination; the weights are shared.
+
+    The backends take turns: what else the machine does slows all of them alike.
+    """
+    decoders = [Decoder(model, pool, rows, max_new_tokens) for pool, rows in combinations]
+    while decoders:
+        for decoder in decoders:
+            for _ in range(BURST):
+                decoder.step()
+        # In the order of the table: a later one that is done waits for those before it.
+        while decoders and not decoders[0].engine.num_running:
+            yield decoders.pop(0).result()
 
 
-def decode(engine: dsv4.Engine, max_new_tokens: int) -> tuple[list[dsv4.Completion], float]:
-    """The completions, and the tokens per second of the median decode step."""
-    tokenizer = engine.model.tokenizer
-    if tokenizer is None:
-        raise RequestError("prompts are text, but the checkpoint has no tokenizer; name another")
-    handles = [
-        engine.submit(
-            dsv4.Request(prompt_token_ids=tokenizer.encode(prompt), max_new_tokens=max_new_tokens)
+class Decoder:
+    """All prompts as one ragged batch on a backend of its own."""
+
+    def __init__(self, model: dsv4.Model, pool: str, row_format: str, max_new_tokens: int) -> None:
+        tokenizer = model.tokenizer
+        if tokenizer is None:
+            raise RequestError(
+                "prompts are text, but the checkpoint has no tokenizer; name another"
+            )
+        self.pool, self.row_format = pool, row_format
+        backend = dsv4.Backend.from_config(model.config, backend_config(pool, row_format))
+        self.memory = type(backend.pool).estimate(backend.config.pool, model.config)
+        self.engine = dsv4.Engine(attrs.evolve(model, backend=backend))
+        self.handles = [
+            self.engine.submit(
+                dsv4.Request(
+                    prompt_token_ids=tokenizer.encode(prompt), max_new_tokens=max_new_tokens
+                )
+            )
+            for prompt in PROMPTS
+        ]
+        # The first step is the prefill of all prompts.
+        self.engine.step()
+        self.rates: list[float] = []
+
+    def step(self) -> None:
+        """The next token of every prompt; nothing once all are finished."""
+        if self.engine.num_running:
+            start = time.perf_counter()
+            num_tokens = len(self.engine.step())
+            self.rates.append(num_tokens / (time.perf_counter() - start))
+
+    def result(self) -> Result:
+        completions = [h.completion for h in self.handles if h.completion is not None]
+        return Result(
+            pool=self.pool,
+            row_format=self.row_format,
+            tokens=tuple(completion.token_ids for completion in completions),
+            texts=tuple(completion.text for completion in completions),
+            bytes_per_token=self.memory.bytes_per_token,
+            bytes_per_slot=self.memory.bytes_per_slot,
+            tokens_per_second=statistics.median(self.rates) if self.rates else 0.0,
         )
-        for prompt in PROMPTS
-    ]
-    # The first step is the prefill of all prompts.
-    engine.step()
-    rates = []
-    while engine.num_running:
-        start = time.perf_counter()
-        num_tokens = len(engine.step())
-        rates.append(num_tokens / (time.perf_counter() - start))
-    completions = [handle.completion for handle in handles if handle.completion is not None]
-    return completions, statistics.median(rates) if rates else 0.0
 
 
 def groups(results: Sequence[Result], official: bool) -> list[list[Result]]:
@@ -144,20 +182,32 @@ def verdict(results: Sequence[Result], agree: bool) -> str:
 def print_texts(result: Result) -> None:
     for number, (prompt, text) in enumerate(zip(PROMPTS, result.texts, strict=True), start=1):
         print(f"--- prompt {number} of {len(PROMPTS)}, its continuation behind >>>")
-        print(f"{prompt}>>>{text}\n")
+        print(f"{prompt}>>>{whole_lines(text)}\n", flush=True)
 
 
-def print_table(results: Sequence[Result]) -> None:
-    print(f"{'pool':<11} {'rows':<5} {'B/token':>8} {'B/slot':>8} {'tok/s':>7}  tokens")
-    for result in results:
-        print(
-            f"{result.pool:<11} {result.row_format:<5} {result.bytes_per_token:>8,.1f} "
-            f"{result.bytes_per_slot:>8,} {result.tokens_per_second:>7,.1f}  "
-            f"{difference(result.tokens, results[0].tokens)}"
-        )
+def whole_lines(text: str) -> str:
+    """Up to the last line end: the limit of tokens cuts anywhere."""
+    return text.rpartition("\n")[0].rstrip() or text
+
+
+def print_head() -> None:
+    head = f"{'pool':<11} {'rows':<5} {'B/token':>8} {'B/slot':>8} {'tok/s':>7}  tokens"
+    print(head, flush=True)
+
+
+def print_row(result: Result, first: Result) -> None:
+    print(
+        f"{result.pool:<11} {result.row_format:<5} {result.bytes_per_token:>8,.1f} "
+        f"{result.bytes_per_slot:>8,} {result.tokens_per_second:>7,.1f}  "
+        f"{difference(result.tokens, first.tokens)}",
+        flush=True,
+    )
+
+
+def print_foot() -> None:
     print(
         f"tok/s of the median decode step: {len(PROMPTS)} prompts in one batch, deterministic mode, CPU, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+        f"{torch.get_num_threads()} thread, torch {torch.__version__}"
     )
 
 

@@ -134,9 +134,10 @@ def test_one_pool_that_leaves_the_others_is_exit_status_1(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def run(model: object, pool: str, rows: str, max_new_tokens: int) -> Any:
-        odd = (pool, rows) == ("three-pool", "fp8")
-        return result(load, pool, rows, 1, 2, 4 if odd else 3)
+    def run(model: object, combinations: list[tuple[str, str]], max_new_tokens: int) -> Any:
+        for pool, rows in combinations:
+            odd = (pool, rows) == ("three-pool", "fp8")
+            yield result(load, pool, rows, 1, 2, 4 if odd else 3)
 
     main = load("compare_pools")["main"]
     monkeypatch.setitem(main.__globals__, "run", run)
@@ -144,7 +145,35 @@ def test_one_pool_that_leaves_the_others_is_exit_status_1(
     assert main([checkpoint]) == 1
     out = capsys.readouterr().out
     assert "same tokens: NO" in out
-    assert out.splitlines()[-2].endswith("prompt 1 differs from token 3 on")
+    assert out.splitlines()[-3].endswith("prompt 1 differs from token 3 on")
+
+
+def test_an_interrupted_comparison_is_one_line_and_keeps_what_it_printed(
+    load: Load,
+    checkpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(model: object, combinations: list[tuple[str, str]], max_new_tokens: int) -> Any:
+        yield result(load, *combinations[0], 1)
+        if len(combinations) > 1:
+            raise KeyboardInterrupt
+
+    main = load("compare_pools")["main"]
+    monkeypatch.setitem(main.__globals__, "run", run)
+    monkeypatch.setitem(main.__globals__, "PROMPTS", ("one",))
+    assert main([checkpoint]) == 130
+    captured = capsys.readouterr()
+    assert captured.err == "compare_pools: interrupted\n"
+    assert "one>>>" in captured.out
+    assert captured.out.splitlines()[-1].split()[:2] == ["unified", "fp32"]
+
+
+def test_a_continuation_is_shown_up_to_its_last_line_end(load: Load) -> None:
+    whole_lines = load("compare_pools")["whole_lines"]
+    assert whole_lines(" path:\n    return\n\nde") == " path:\n    return"
+    assert whole_lines(" no line end") == " no line end"
+    assert whole_lines("\nde") == "\nde"
 
 
 def test_a_text_that_ends_early_differs_from_its_end_on(load: Load) -> None:
