@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+import torch
 
 from dsv4 import registry
 from dsv4.cli.units import parse_bytes, parse_count
@@ -17,6 +20,8 @@ Commands = Any
 """What `add_subparsers` returns; argparse gives it no public name."""
 
 PRESETS = ("flash", "pro", "tiny")
+SMALL_HIDDEN_SIZE = 1024
+"""Up to this width one thread computes the operations of a layer about as fast as several do."""
 
 
 class UsageError(Dsv4Error):
@@ -103,6 +108,38 @@ def add_compute(parser: Parser, *, dtype: str) -> None:
         action="store_true",
         help="logits do not depend, to the last bit, on batching, chunking or pool",
     )
+
+
+def add_threads(parser: Parser) -> None:
+    parser.add_argument(
+        "--threads",
+        type=_threads,
+        default=None,
+        metavar="{auto,N}",
+        help="threads that share an operation on the CPU; they wait for each other busily, so on a machine with "
+        "other work a small model is many times slower with several than with one (default: auto = 1 on the CPU "
+        f"up to hidden_size {SMALL_HIDDEN_SIZE}, else as torch chooses)",
+    )
+
+
+def _threads(text: str) -> int | None:
+    if text == "auto":
+        return None
+    cores = os.cpu_count() or 1
+    if not text.isdecimal() or not 1 <= int(text) <= cores:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of threads from 1 to {cores}, the cores of this machine; give one, or auto"
+        )
+    return int(text)
+
+
+def set_threads(args: argparse.Namespace, hidden_size: int) -> None:
+    """Apply `--threads` to this process; `auto` needs the model's width."""
+    on_cpu = args.device.partition(":")[0] == "cpu"
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    elif on_cpu and hidden_size <= SMALL_HIDDEN_SIZE:
+        torch.set_num_threads(1)
 
 
 def model_config(name: str) -> ModelConfig:

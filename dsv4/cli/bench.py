@@ -23,8 +23,10 @@ from dsv4.cli.arguments import (
     add_json,
     add_pool,
     add_row_format,
+    add_threads,
     aligned,
     print_json,
+    set_threads,
 )
 from dsv4.cli.units import format_count, parse_count
 from dsv4.config import BackendConfig, ModelConfig
@@ -32,7 +34,7 @@ from dsv4.engine.engine import Engine
 from dsv4.errors import ConfigError
 from dsv4.model.checkpoint import load_weights
 from dsv4.model.decoder import Decoder
-from dsv4.model.model import Model, dtype_of, load
+from dsv4.model.model import Model, dtype_of, load, resolve
 from dsv4.verify.golden import CONFIG, WEIGHTS
 
 KERNEL_BENCHES = ("attend", "prefill", "fill", "store", "compress", "score", "select")
@@ -67,6 +69,7 @@ def add(commands: Commands) -> None:
     add_pool(parser)
     add_row_format(parser)
     add_compute(parser, dtype="auto")
+    add_threads(parser)
     add_json(parser)
     add("--out", type=Path, metavar="FILE.json", help="write the record there too")
     add("--plot", type=Path, metavar="FILE.png", help="draw the rows (needs the extra bench)")
@@ -93,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     bench = StepBench(
         lengths=args.lengths, batches=args.batches, steps=args.steps, repeats=args.repeats
     )
+    folder = args.golden or resolve(args.checkpoint)
+    set_threads(args, ModelConfig.from_json(folder / CONFIG).hidden_size)
     engine = Engine(_model(args, bench))
     num_rows = len(bench.lengths) * (1 + len(bench.batches))
     # disable=None: no bar unless standard error is a terminal.

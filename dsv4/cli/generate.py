@@ -22,8 +22,10 @@ from dsv4.cli.arguments import (
     add_json,
     add_pool,
     add_row_format,
+    add_threads,
     count,
     print_json,
+    set_threads,
 )
 from dsv4.cli.units import format_bytes
 from dsv4.config import BackendConfig, EngineConfig, ModelConfig
@@ -48,6 +50,7 @@ def add(commands: Commands) -> None:
     add_pool(parser)
     add_row_format(parser)
     add_compute(parser, dtype="auto")
+    add_threads(parser)
     _add_sampling(parser)
     _add_capacity(parser)
     add_json(parser)
@@ -113,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("no prompt: give --prompt, --prompt-file or --prompt-ids")
     folder = resolve(args.checkpoint)
     config = ModelConfig.from_json(folder / "config.json")
+    set_threads(args, config.hidden_size)
     requests = _requests(args, load_tokenizer(folder, config))
     backend = _backend(args, requests, config.max_position_embeddings)
     model = load(args.checkpoint, backend=backend, device=args.device, dtype=args.dtype)

@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -16,10 +17,14 @@ from dsv4.cli.arguments import (
     add_json,
     add_pool,
     add_row_format,
+    add_threads,
     aligned,
     print_json,
+    set_threads,
 )
+from dsv4.config import ModelConfig
 from dsv4.verify import Check, Job, Report, VerifyOptions, verify
+from dsv4.verify.golden import CONFIG, golden_folders
 from dsv4.verify.report import EXACT
 
 _RANDOM = re.compile(r"random\d+")
@@ -41,6 +46,7 @@ def add(commands: Commands) -> None:
     add_pool(parser, default=None)
     add_row_format(parser)
     add_compute(parser, dtype="float32")
+    add_threads(parser)
     parser.add_argument(
         "--chunkings",
         type=int,
@@ -63,12 +69,19 @@ def run(args: argparse.Namespace) -> int:
         chunkings=args.chunkings,
         deterministic=args.deterministic,
     )
+    set_threads(args, _widest(Path(args.golden)))
     report = verify(args.golden, options, _progress)
     if args.json:
         print_json(_document(args, options, report))
     else:
         _print_tables(report)
     return 0 if report.ok else 1
+
+
+def _widest(path: Path) -> int:
+    """The largest hidden_size of the golden models; 0 for number formats alone."""
+    configs = [folder / CONFIG for folder in golden_folders(path)]
+    return max((ModelConfig.from_json(c).hidden_size for c in configs if c.is_file()), default=0)
 
 
 def _progress(jobs: Iterable[Job]) -> Iterator[Job]:
