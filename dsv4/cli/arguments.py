@@ -67,9 +67,9 @@ def _argument(parse: Callable[[str], int], text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_json(parser: Parser) -> None:
+def add_json(parser: Parser, note: str = "") -> None:
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object and nothing else"
+        "--json", action="store_true", help=f"print one JSON object and nothing else{note}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,11 @@ def add(commands: Commands) -> None:
     )
     defaults = StepBench()
     add = parser.add_argument
-    add("bench", choices=(*KERNEL_BENCHES, "step"), help="what to measure")
+    add(
+        "bench",
+        choices=(*KERNEL_BENCHES, "step"),
+        help=f"only step runs today; {', '.join(KERNEL_BENCHES)} come with the GPU kernels",
+    )
     add("--checkpoint", default="tiny", metavar="CKPT", help="folder or tiny (default: tiny)")
     add("--golden", type=Path, metavar="DIR", help="weights of a golden folder instead")
     add(
@@ -92,7 +97,10 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, and write what was asked for."""
     if args.bench in KERNEL_BENCHES:
         raise UsageError(f"bench {args.bench}: not available yet: it comes with the GPU kernels")
-    plot = _plotter() if args.plot else None
+    for option, path in (("--out", args.out), ("--plot", args.plot)):
+        if path is not None:
+            _check_writable(option, path)
+    plot = _plotter(args.plot) if args.plot else None
     bench = StepBench(
         lengths=args.lengths, batches=args.batches, steps=args.steps, repeats=args.repeats
     )
@@ -103,15 +111,25 @@ def run(args: argparse.Namespace) -> int:
     # disable=None: no bar unless standard error is a terminal.
     rows = list(tqdm(bench.run(engine), total=num_rows, desc="bench", disable=None, leave=False))
     document = record(rows, args.command_line, args.device) | {"pool": args.pool}
-    if args.out is not None:
-        args.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    if plot is not None:
-        plot(rows, args.plot)
     if args.json:
         print_json(document)
     else:
-        _print(document, rows)
+        _print(document, rows, bench.steps)
+    if args.out is not None:
+        args.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if plot is not None:
+        plot(rows)
     return 0
+
+
+def _check_writable(option: str, path: Path) -> None:
+    """Before anything is measured, so that nothing is measured in vain."""
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {path}: no folder {path.parent}; create it or name another")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{option} {path}: may not be written; name another file")
 
 
 def _model(args: argparse.Namespace, bench: StepBench) -> Model:
@@ -137,31 +155,40 @@ def _model(args: argparse.Namespace, bench: StepBench) -> Model:
     )
 
 
-def _print(document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    print(f"{document['date']}  {document['machine']}  {document['versions']}")
-    table = [("", "batch", "prompt", "tok/s", "ms")]
+def _print(document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], steps: int) -> None:
+    for part in ("machine", "versions"):
+        print(", ".join(f"{name} {value}" for name, value in document[part].items()), end="; ")
+    print(document["date"])
+    table = [("", "batch", "prompt", "tok/s", "ms", "ms/step")]
     for row in rows:
+        ms, is_decode = row["seconds"] * 1e3, row["what"] == "decode"
         table.append(
             (
                 row["what"],
                 str(row["batch"]),
                 format_count(row["prompt_tokens"]),
                 f"{row['tokens_per_second']:,.1f}",
-                f"{row['seconds'] * 1e3:,.1f}",
+                "" if is_decode else f"{ms:,.1f}",
+                f"{ms / steps:,.2f}" if is_decode else "",
             )
         )
     print(aligned(table))
 
 
-def _plotter() -> Callable[[Sequence[Mapping[str, Any]], Path], None]:
-    """Looked for before anything is measured, so that nothing is measured in vain."""
+def _plotter(path: Path) -> Callable[[Sequence[Mapping[str, Any]]], None]:
+    """Looked for before anything is measured, too."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("--plot: needs matplotlib; pip install 'dsv4[bench]'") from None
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:] not in formats:
+        raise UsageError(
+            f"--plot {path}: no picture format; end it in {', '.join(sorted(formats))}"
+        )
 
-    def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-        figure = Figure(figsize=(7, 4), layout="constrained")
+    def plot(rows: Sequence[Mapping[str, Any]]) -> None:
         axes = figure.subplots()
         for what, batch in dict.fromkeys((row["what"], row["batch"]) for row in rows):
             line = [row for row in rows if (row["what"], row["batch"]) == (what, batch)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -27,9 +28,9 @@ from dsv4.cli.arguments import (
     print_json,
     set_threads,
 )
+from dsv4.cli.timed_engine import TimedEngine
 from dsv4.cli.units import format_bytes
 from dsv4.config import BackendConfig, EngineConfig, ModelConfig
-from dsv4.engine.engine import Engine
 from dsv4.engine.request import Completion, Request
 from dsv4.errors import RequestError
 from dsv4.model.model import Model, load, resolve
@@ -53,7 +54,11 @@ def add(commands: Commands) -> None:
     add_threads(parser)
     _add_sampling(parser)
     _add_capacity(parser)
-    add_json(parser)
+    add_json(
+        parser,
+        "; tokens_per_second is all generated tokens over all seconds, prefill included, "
+        "decode_tokens_per_second leaves the prefill out",
+    )
 
 
 def _add_prompts(parser: Parser) -> None:
@@ -104,9 +109,25 @@ def _add_capacity(parser: Parser) -> None:
         help="slots; more prompts than that wait (default: one per prompt)",
     )
     add("--chunk-tokens", type=count, metavar="N", help="prompt tokens per forward")
-    add("--draft", type=int, default=0, metavar="D", help="drafted tokens per step (0 = off)")
-    add("--graphs", choices=("on", "off"), default="off", help="replay captured device graphs")
-    add("--prefix-cache", choices=("on", "off"), default="off", help="reuse shared prompt prefixes")
+    add(
+        "--draft",
+        type=int,
+        default=0,
+        metavar="D",
+        help="drafted tokens per step (not implemented yet; only 0)",
+    )
+    add(
+        "--graphs",
+        choices=("on", "off"),
+        default="off",
+        help="replay captured device graphs (not implemented yet; only off)",
+    )
+    add(
+        "--prefix-cache",
+        choices=("on", "off"),
+        default="off",
+        help="reuse shared prompt prefixes (not implemented yet; only off)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,30 +142,29 @@ def run(args: argparse.Namespace) -> int:
     backend = _backend(args, requests, config.max_position_embeddings)
     model = load(args.checkpoint, backend=backend, device=args.device, dtype=args.dtype)
     chunk_tokens = args.chunk_tokens and min(args.chunk_tokens, backend.max_batch_tokens)
-    engine = Engine(model, EngineConfig(backend=backend, chunk_tokens=chunk_tokens))
+    engine = TimedEngine(model, EngineConfig(backend=backend, chunk_tokens=chunk_tokens))
     for request in requests:
         engine.check(request)
     result = _generate(engine, requests, args)
     if args.json:
-        print_json(_document(args, model, result))
+        print_json(_document(args, engine, model, result))
     else:
-        print(_last_line(args, model, result))
+        sys.stdout.flush()
+        # The text alone goes into a file or a pipe.
+        shown = sys.stdout if sys.stdout.isatty() else sys.stderr
+        print(_last_line(args, engine, model, result), file=shown)
     return 0
 
 
 def _refuse_missing_features(args: argparse.Namespace) -> None:
     wanted = {
-        f"--draft {args.draft}": (args.draft != 0, "speculative decoding", "--draft 0"),
-        "--graphs on": (args.graphs == "on", "replaying device graphs", "--graphs off"),
-        "--prefix-cache on": (
-            args.prefix_cache == "on",
-            "reusing shared prefixes",
-            "--prefix-cache off",
-        ),
+        f"--draft {args.draft}": (args.draft != 0, "speculative decoding is", "0"),
+        "--graphs on": (args.graphs == "on", "device graphs are", "off"),
+        "--prefix-cache on": (args.prefix_cache == "on", "a prefix cache is", "off"),
     }
     for option, (asked, what, remedy) in wanted.items():
         if asked:
-            raise UsageError(f"{option}: this engine has no {what}; use {remedy}")
+            raise UsageError(f"{option}: {what} not implemented; leave it {remedy}")
 
 
 def _token_ids(text: str) -> list[int]:
@@ -218,6 +238,10 @@ class _Result:
     seconds: float
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(completion.prompt_token_ids) for completion in self.completions)
+
+    @property
     def num_tokens(self) -> int:
         return sum(len(completion.token_ids) for completion in self.completions)
 
@@ -226,7 +250,9 @@ class _Result:
         return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
 
-def _generate(engine: Engine, requests: Sequence[Request], args: argparse.Namespace) -> _Result:
+def _generate(
+    engine: TimedEngine, requests: Sequence[Request], args: argparse.Namespace
+) -> _Result:
     """Run all requests; text of a single one appears as it comes, of several one after another."""
     streaming = len(requests) == 1 and not args.json
     done: dict[int, Completion] = {}
@@ -271,15 +297,25 @@ def _kv_bytes(model: Model) -> int:
     return registry.pool_class(config).estimate(config, model.config).total
 
 
-def _last_line(args: argparse.Namespace, model: Model, result: _Result) -> str:
-    return (
-        f"[{result.num_tokens} tokens, {result.tokens_per_second:.1f} tok/s, "
-        f"KV {format_bytes(_kv_bytes(model))}, pool {args.pool}]"
-    )
+def _last_line(args: argparse.Namespace, engine: TimedEngine, model: Model, result: _Result) -> str:
+    speed = engine.decode_tokens_per_second
+    parts = [
+        f"prefill {_tokens(result.num_prompt_tokens)} in {engine.prefill_seconds:.2g} s",
+        *([] if speed is None else [f"decode {speed:,.1f} tok/s"]),
+        f"KV {format_bytes(_kv_bytes(model))}",
+        f"pool {args.pool}",
+    ]
+    return f"[{_tokens(result.num_tokens)}: {', '.join(parts)}]"
 
 
-def _document(args: argparse.Namespace, model: Model, result: _Result) -> dict[str, object]:
-    backend = model.backend
+def _tokens(count: int) -> str:
+    return f"{count:,} token{'' if count == 1 else 's'}"
+
+
+def _document(
+    args: argparse.Namespace, engine: TimedEngine, model: Model, result: _Result
+) -> dict[str, object]:
+    backend, decode_speed = model.backend, engine.decode_tokens_per_second
     return {
         "pool": args.pool,
         "kernels": backend.kernels.name,
@@ -292,6 +328,9 @@ def _document(args: argparse.Namespace, model: Model, result: _Result) -> dict[s
             for completion in result.completions
         ],
         "tokens_per_second": round(result.tokens_per_second, 2),
+        "decode_tokens_per_second": None if decode_speed is None else round(decode_speed, 2),
+        "prefill_tokens": result.num_prompt_tokens,
+        "prefill_seconds": round(engine.prefill_seconds, 4),
         "kv_bytes": _kv_bytes(model),
         "finish_reasons": [str(completion.finish_reason) for completion in result.completions],
         "seconds": round(result.seconds, 4),

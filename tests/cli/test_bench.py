@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -37,7 +39,25 @@ def test_step_records_prefill_and_decode_of_every_size(
 def test_step_measures_a_checkpoint_on_the_three_pool(run: Run, checkpoint: Path) -> None:
     outcome = run("bench", "step", "--checkpoint", checkpoint, "--pool", "three-pool", *SMALL)
     assert outcome.status == 0, outcome.err
-    assert "decode" in outcome.out
+    head, names, *rows = outcome.out.splitlines()
+    assert re.fullmatch(
+        r"cpu .+, cores \d+, threads \d+, .*; dsv4 [\d.]+, python .*, torch .*; .* UTC", head
+    )
+    assert names.split() == ["batch", "prompt", "tok/s", "ms", "ms/step"]
+    for row in rows:
+        what, batch, _, speed, ms = row.split()
+        if what == "decode":
+            assert float(ms) == pytest.approx(
+                int(batch) / float(speed.replace(",", "")) * 1e3, rel=0.02
+            )
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written_is_refused_before_measuring(
+    run: Run, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o500)
+    assert "may not be written" in run("bench", "step", "--out", tmp_path / "step.json").error
 
 
 @pytest.mark.parametrize(
@@ -53,6 +73,9 @@ def test_kernel_benches_say_that_they_need_kernels(run: Run, name: str) -> None:
         (("--lengths", "4x"), "4x"),
         (("--repeats", "0"), "repeats"),
         (("--golden", "nowhere"), "nowhere"),
+        (("--out", "nowhere/step.json"), "--out nowhere/step.json: no folder nowhere"),
+        (("--plot", "nowhere/step.png"), "--plot nowhere/step.png: no folder nowhere"),
+        (("--out", "/"), "is a folder"),
     ],
 )
 def test_bad_input_is_one_line_that_names_it(run: Run, words: tuple[str, ...], named: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +65,49 @@ def test_a_seed_repeats_a_sample(run: Run, checkpoint: Path) -> None:
     assert first["completions"] != other["completions"]
 
 
-def test_a_single_prompt_ends_with_the_line_of_speed_bytes_and_pool(
+STATUS = re.compile(
+    r"\[4 tokens: prefill 3 tokens in [0-9.e-]+ s, decode [0-9,.]+ tok/s, KV [0-9.]+ KiB, pool unified\]"
+)
+
+
+def test_the_status_line_goes_to_stderr_if_stdout_is_no_terminal(
     run: Run, checkpoint: Path
 ) -> None:
-    outcome = run("generate", checkpoint, "--prompt", "abc", "--max-new-tokens", 4)
+    words = (checkpoint, "--prompt", "abc", "--max-new-tokens", 4)
+    outcome = run("generate", *words)
     assert outcome.status == 0
-    last = outcome.out.splitlines()[-1]
-    assert all(part in last for part in ("tok/s", "KV ", "pool unified"))
+    assert STATUS.fullmatch(outcome.err.strip())
+    (completion,) = json_of(run, *words)["completions"]
+    assert outcome.out == completion["text"] + "\n"
+
+
+def test_the_status_line_is_the_last_one_on_a_terminal(
+    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    outcome = run("generate", checkpoint, "--prompt", "abc", "--max-new-tokens", 4)
+    assert STATUS.fullmatch(outcome.out.splitlines()[-1])
+    assert outcome.err == ""
+
+
+def test_prefill_is_no_part_of_the_speed_of_decoding(run: Run, checkpoint: Path) -> None:
+    found = json_of(
+        run, checkpoint, "--prompt", "abcdefgh", "--max-new-tokens", 5, "--chunk-tokens", 1
+    )
+    assert found["prefill_tokens"] == 8
+    assert found["prefill_seconds"] > 0
+    # the prompt's last step gives the first token
+    seconds = 4 / found["decode_tokens_per_second"]
+    assert found["prefill_seconds"] + seconds <= found["seconds"] + 1e-3
+    assert found["tokens_per_second"] == pytest.approx(5 / found["seconds"], rel=0.05)
+
+
+def test_a_single_token_has_no_speed_of_decoding(run: Run, checkpoint: Path) -> None:
+    words = (checkpoint, "--prompt", "a", "--max-new-tokens", 1)
+    assert json_of(run, *words)["decode_tokens_per_second"] is None
+    err = run("generate", *words).err
+    assert err.startswith("[1 token: prefill 1 token in ")
+    assert "decode" not in err
 
 
 def test_prompts_come_from_text_files_and_ids_in_the_order_given(
@@ -110,9 +148,9 @@ def test_the_off_values_of_missing_features_are_accepted(run: Run, checkpoint: P
         (("--prompt", "abc", "--max-new-tokens", "0"), "max_new_tokens"),
         (("--prompt", "abc", "--max-requests", "0"), "at least 1"),
         (("--prompt-file", "no-such-file.txt"), "no-such-file.txt"),
-        (("--prompt", "abc", "--draft", "2"), "--draft 0"),
-        (("--prompt", "abc", "--graphs", "on"), "--graphs off"),
-        (("--prompt", "abc", "--prefix-cache", "on"), "--prefix-cache off"),
+        (("--prompt", "abc", "--draft", "2"), "leave it 0"),
+        (("--prompt", "abc", "--graphs", "on"), "device graphs are not implemented; leave it off"),
+        (("--prompt", "abc", "--prefix-cache", "on"), "leave it off"),
         (("--prompt", "abc", "--prmpt", "d"), "--prmpt"),
     ],
 )
