@@ -23,8 +23,8 @@ from dsv4 import registry
 from dsv4.errors import Dsv4Error, RequestError
 
 PROMPTS = (
-    "def read_config(path):\n    if not",
-    "def parse(text):\n    try:\n",
+    "def read_file(path):\n    if not",
+    "def get(self, name):\n    if not isinstance(",
     'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self):\n'
     "        self.items = []\n\n    def __len__(self):\n        return len(self.items)\n\n"
     "    def push(self, item):\n        self.items.append(item)\n\n    def pop(self):\n"
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 if all pools that must agree do, 1 if not, 2 if the checkpoint cannot be used, 130 if interrupted."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint", nargs="?", default="tiny", help="folder (default: tiny)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    parser.add_argument("--max-new-tokens", type=int, default=72, metavar="N")
     args = parser.parse_args(argv)
     # Operations this small only wait for other threads; on a busy machine two that spin are 10 to 50 times slower.
     torch.set_num_threads(1)
