@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 import dsv4
@@ -135,6 +136,8 @@ def decode(checkpoint: str) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """0, or 2 with one line on stderr if the checkpoint cannot be used."""
+    # Operations this small only wait for other threads, and far longer on a busy machine.
+    torch.set_num_threads(1)
     try:
         decode(argv[0] if argv else "tiny")
     except Dsv4Error as error:

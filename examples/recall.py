@@ -76,11 +76,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", help="folder, or the word tiny")
-    parser.add_argument("--windows", default="4,16,64", help="distances, in sliding windows")
-    parser.add_argument("--trials", type=int, default=200)
-    parser.add_argument("--pool", choices=[*POOLS, "both"], default="both")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("checkpoint", help="folder, or tiny: the one in the package")
+    parser.add_argument(
+        "--windows",
+        default="4,16,64",
+        help="how far back the key is stated, in sliding windows (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--trials", type=int, default=200, help="keys per pool and distance (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--pool", choices=[*POOLS, "both"], default="both", help="default: %(default)s"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     parser.add_argument(
         "--source", type=Path, help="folder of Python sources; default: the standard library"
     )
