@@ -29,10 +29,17 @@ def torch_device(name: str | torch.device) -> torch.device:
         torch.empty(1, device=device).cpu()  # meta has tensors, but nothing in them
     except (RuntimeError, AssertionError) as error:
         found = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        why = "not usable here"
+        if str(name).partition(":")[0] == "cuda":
+            why = f"torch {torch.__version__} sees {_cuda_devices(len(found) - 1)}"
         raise ConfigError(
-            f"device {str(name)!r}: not usable here; choose one of {', '.join(found)}"
+            f"device {str(name)!r}: {why}; choose one of {', '.join(found)}"
         ) from error
     return device
+
+
+def _cuda_devices(count: int) -> str:
+    return f"{count or 'no'} CUDA device{'s' if count > 1 else ''}"
 
 
 @frozen(kw_only=True, eq=False)

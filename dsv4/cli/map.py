@@ -55,5 +55,6 @@ def run(args: argparse.Namespace) -> int:
     if args.out.suffix != ".svg":
         raise UsageError(f"--out {args.out}: the picture is SVG; name a file that ends in .svg")
     args.out.write_text(render_svg(drawn), encoding="utf-8")
-    print(f"{args.out}: {len(drawn.tables)} kinds of table")
+    num_tables = sum(table.num_tables for table in drawn.tables)
+    print(f"wrote {args.out} ({num_tables} tables)")
     return 0

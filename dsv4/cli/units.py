@@ -10,13 +10,22 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _BYTES = {unit.lower(): 1024**power for power, unit in enumerate(_BINARY)} | {
     unit.lower(): 1000**power for power, unit in enumerate(("B", "KB", "MB", "GB", "TB"))
 }
+_BYTES |= {letter: 1024**power for power, letter in enumerate("kmgt", start=1)}
 _COUNTS = {"": 1, "k": 1024, "m": 1024**2}
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str) -> int:
-    """`80GiB`, `1.5 GB`, `4096B`: binary and decimal units; a number alone is bytes. Raises ConfigError."""
-    return _parse(text, {"": 1, **_BYTES}, "bytes", "B, KB, MB, GB, TB, KiB, MiB, GiB or TiB")
+    """`80GiB`, `1.5 GB`, `4096B`: binary and decimal units; `80G` is binary, a number alone is bytes.
+
+    Raises ConfigError.
+    """
+    return _parse(
+        text,
+        {"": 1, **_BYTES},
+        "bytes",
+        "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB or, binary too, K, M, G, T",
+    )
 
 
 def parse_count(text: str) -> int:

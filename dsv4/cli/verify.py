@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,10 @@ from dsv4.verify import Check, Job, Report, VerifyOptions, verify
 from dsv4.verify.golden import CONFIG, golden_folders
 from dsv4.verify.report import EXACT
 
+MOST_FAILURES = 10
+"""Failures printed one by one; --json has them all."""
+MOST_SHARE = 10.0
+"""Shares of a limit above this are printed as such: the digits would say nothing."""
 _RANDOM = re.compile(r"random\d+")
 
 
@@ -71,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     )
     set_threads(args, _widest(Path(args.golden)))
     report = verify(args.golden, options, _progress)
+    _warn_of_rounded_rows(args)
     if args.json:
         print_json(_document(args, options, report))
     else:
@@ -82,6 +88,20 @@ def _widest(path: Path) -> int:
     """The largest hidden_size of the golden models; 0 for number formats alone."""
     configs = [folder / CONFIG for folder in golden_folders(path)]
     return max((ModelConfig.from_json(c).hidden_size for c in configs if c.is_file()), default=0)
+
+
+def _warn_of_rounded_rows(args: argparse.Namespace) -> None:
+    rounded = {
+        f"--row-format {args.row_format}": args.row_format not in ("auto", "fp32"),
+        f"--dtype {args.dtype}": args.dtype == "bfloat16",
+    }
+    options = [option for option, is_rounded in rounded.items() if is_rounded]
+    if options:
+        print(
+            f"dsv4: warning: {' '.join(options)}: the limits are for fp32 rows and float32 activations; "
+            "rounded ones exceed them",
+            file=sys.stderr,
+        )
 
 
 def _progress(jobs: Iterable[Job]) -> Iterator[Job]:
@@ -136,24 +156,46 @@ def _print_tables(report: Report) -> None:
         rows: list[tuple[str, ...]] = [("tensor", "limit", "checks", "max error", "of limit", "")]
         rows += [_summary(name, checks) for name, checks in sorted(tensors.items(), key=_order)]
         print(aligned(rows, left=2) + "\n")
-    for check in report.failures:
+    for check in report.failures[:MOST_FAILURES]:
         where = "/".join(part for part in (check.folder, check.pool, check.subject) if part)
-        print(f"FAILED {where} {check.name}: {check.note or f'{check.share:.3g} times its limit'}")
+        print(f"FAILED {where} {check.name}: {check.note or _excess(check)}")
+    if len(report.failures) > MOST_FAILURES:
+        print(f"and {len(report.failures) - MOST_FAILURES} more")
     verdict = f"{len(report.failures)} of" if report.failures else "all"
     print(f"{verdict} {len(report.checks)} checks {'FAILED' if report.failures else 'ok'}")
 
 
 def _summary(name: str, checks: list[Check]) -> tuple[str, ...]:
     error, share = max(c.max_error for c in checks), max(c.share for c in checks)
-    exact = checks[0].tolerance == EXACT
+    is_exact = checks[0].tolerance == EXACT
     return (
         name,
         str(checks[0].tolerance),
         str(len(checks)),
-        f"{error:.0f} differ" if exact else f"{error:.2e}",
-        "" if exact else f"{share:.1%}",
+        _error(error, is_exact=is_exact),
+        "" if is_exact else _share(share),
         "ok" if all(check.ok for check in checks) else "FAILED",
     )
+
+
+def _excess(check: Check) -> str:
+    """How a compared tensor is over its limit."""
+    error = _error(check.max_error, is_exact=check.tolerance == EXACT)
+    if check.tolerance == EXACT or not math.isfinite(check.max_error):
+        return error
+    if check.share < MOST_SHARE:
+        return f"error {error}, {check.share:.3g} times its limit"
+    return f"error {error}, limit {check.tolerance}"
+
+
+def _error(error: float, *, is_exact: bool) -> str:
+    if not math.isfinite(error):
+        return "not comparable" if is_exact else "not finite"
+    return f"{error:.0f} differ" if is_exact else f"{error:.2e}"
+
+
+def _share(share: float) -> str:
+    return f"{share:.1%}" if share < MOST_SHARE else f"> {MOST_SHARE:.0%}"
 
 
 def _order(item: tuple[str, list[Check]]) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.cli.conftest import Run
 
@@ -138,7 +139,7 @@ def test_the_off_values_of_missing_features_are_accepted(run: Run, checkpoint: P
         (("--prompt", "abcdefgh", "--max-context", "4"), "max_context is 4"),
         (("--prompt", "abc", "--pool", "unifed"), "'unified'"),
         (("--prompt", "abc", "--device", "tpu"), "tpu"),
-        (("--prompt", "abc", "--device", "cuda:77"), "cuda:77"),
+        (("--prompt", "abc", "--device", "cuda:77"), f"'cuda:77': torch {torch.__version__} sees "),
         (("--prompt", "abc", "--device", "meta"), "meta"),
         (("--prompt", "abc", "--kernels", "fast"), "torch"),
         (("--prompt", "abc", "--dtype", "int4"), "int4"),

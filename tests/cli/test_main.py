@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from dsv4 import cli
 from dsv4.cli import build_parser, info
 from tests.cli.conftest import Run
 
@@ -23,7 +24,7 @@ def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    "argv", [(), ("decode",), ("plan",), ("info", "--jsn"), ("bench", "nothing"), ("map",)]
+    "argv", [("decode",), ("plan",), ("info", "--jsn"), ("bench", "nothing"), ("map",)]
 )
 def test_misuse_is_one_line(run: Run, argv: tuple[str, ...]) -> None:
     run(*argv).error  # noqa: B018  # the property is the assertion
@@ -37,7 +38,32 @@ def test_an_interruption_is_130_without_traceback(
 
     monkeypatch.setattr(info, "_devices", interrupted)
     outcome = run("info")
-    assert (outcome.status, outcome.err) == (130, "dsv4: error: interrupted\n")
+    assert (outcome.status, outcome.err) == (130, "dsv4: interrupted\n")
+
+
+def test_an_interruption_of_the_imports_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.__import__", interrupted)
+    status = cli.main(["info"])
+    monkeypatch.undo()
+    assert status == 130
+    assert capsys.readouterr().err == "dsv4: interrupted\n"
+
+
+def test_the_entry_point_is_imported_without_torch() -> None:
+    code = "import sys, dsv4.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_arguments_the_help_is_printed(run: Run) -> None:
+    outcome = run()
+    assert (outcome.status, outcome.out) == (2, "")
+    assert outcome.err.startswith("usage: dsv4")
+    assert all(f"\n    {command}" in outcome.err for command in COMMANDS)
 
 
 def test_memory_exhaustion_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

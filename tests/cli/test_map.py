@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def test_the_svg_is_xml_with_a_cell_per_slot_and_page(
     config = golden / "pubrates" / "config.json"
     outcome = run("map", "--model", config, "--out", file, "--max-requests", 2)
     assert outcome.status == 0
+    assert re.fullmatch(rf"wrote {re.escape(str(file))} \(\d+ tables\)\n", outcome.out)
     root = ElementTree.parse(file).getroot()
     regions = {
         str(group.findtext(f"{SVG}title")).partition(":")[0]: len(group.findall(f"{SVG}rect"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -51,8 +52,42 @@ def test_one_wrong_value_is_status_1_and_named(run: Run, folder: Path) -> None:
     assert [row["tensor"] for row in found["tensors"] if not row["ok"]] == ["prefill.ffn_out.3"]
 
 
-def test_bf16_rows_of_an_fp32_model_are_over_the_limits(run: Run, folder: Path) -> None:
-    assert run("verify", folder, *SMALL, "--row-format", "bf16").status == 1
+def test_bf16_rows_of_an_fp32_model_are_over_the_limits_and_warned_of(
+    run: Run, folder: Path
+) -> None:
+    outcome = run("verify", folder, *SMALL, "--row-format", "bf16")
+    assert outcome.status == 1
+    assert outcome.err.count("\n") == 1
+    assert "--row-format bf16: the limits are for fp32 rows" in outcome.err
+    lines = outcome.out.splitlines()
+    failed = int(lines[-1].split()[0])
+    assert failed > 10
+    assert len([line for line in lines if line.startswith("FAILED")]) == 10
+    assert lines[-2] == f"and {failed - 10} more"
+    assert max(map(float, re.findall(r"([0-9.]+)%", outcome.out))) <= 1000
+
+
+def test_fp32_rows_give_no_warning(run: Run, folder: Path) -> None:
+    assert run("verify", folder, *SMALL, "--row-format", "fp32").err == ""
+
+
+def test_wrong_integers_are_counted_and_values_that_are_no_numbers_named(
+    run: Run, folder: Path
+) -> None:
+    file = folder / "prompt0_len5.safetensors"
+    tensors = load_file(file)
+    tensors["prefill.route_indices.3"] += 100
+    num_wrong = tensors["prefill.route_indices.3"].numel()
+    tensors["prefill.ffn_out.3"][0, 4, 7] = float("nan")
+    tensors["prefill.ffn_out.2"][0, 4, 7] = 1e6
+    save_file(tensors, file)
+    outcome = run("verify", folder, *SMALL)
+    assert outcome.status == 1
+    lines = [line for line in outcome.out.splitlines() if line.startswith("FAILED")]
+    assert any(line.endswith(f"prefill.route_indices.3: {num_wrong} differ") for line in lines)
+    assert any(line.endswith("prefill.ffn_out.3: not finite") for line in lines)
+    assert any("prefill.ffn_out.2: error 1.00e+06, limit " in line for line in lines)
+    assert "inf" not in outcome.out
 
 
 def test_number_formats_alone_are_a_golden_folder(run: Run, golden: Path, tmp_path: Path) -> None:
