@@ -183,7 +183,7 @@ def _plotter(path: Path) -> Callable[[Sequence[Mapping[str, Any]]], None]:
         raise UsageError("--plot: needs matplotlib; pip install 'dsv4[bench]'") from None
     figure = Figure(figsize=(7, 4), layout="constrained")
     formats = figure.canvas.get_supported_filetypes()
-    if path.suffix[1:] not in formats:
+    if path.suffix[1:].lower() not in formats:
         raise UsageError(
             f"--plot {path}: no picture format; end it in {', '.join(sorted(formats))}"
         )

@@ -299,8 +299,10 @@ def _kv_bytes(model: Model) -> int:
 
 def _last_line(args: argparse.Namespace, engine: TimedEngine, model: Model, result: _Result) -> str:
     speed = engine.decode_tokens_per_second
+    seconds = engine.prefill_seconds
     parts = [
-        f"prefill {_tokens(result.num_prompt_tokens)} in {engine.prefill_seconds:.2g} s",
+        f"prefill {_tokens(result.num_prompt_tokens)} in "
+        + (f"{seconds:,.1f} s" if seconds >= 1 else f"{seconds:.2g} s"),
         *([] if speed is None else [f"decode {speed:,.1f} tok/s"]),
         f"KV {format_bytes(_kv_bytes(model))}",
         f"pool {args.pool}",
