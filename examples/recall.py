@@ -19,9 +19,9 @@ from tiny_training.data import KEY_LENGTH, KEY_PREFIX, Corpus, recall_prompt
 from torch import Tensor
 
 from dsv4.bench.record import record
-from dsv4.config import BackendConfig, ThreePoolConfig, UnifiedPoolConfig
+from dsv4.config import BackendConfig, ModelConfig, ThreePoolConfig, UnifiedPoolConfig
 from dsv4.engine.engine import Engine
-from dsv4.model.model import load
+from dsv4.model.model import load, resolve
 from dsv4.pool.base import KVPool, Region
 
 POOLS = {"unified": UnifiedPoolConfig, "three-pool": ThreePoolConfig}
@@ -97,13 +97,14 @@ def main() -> int:
     rows = []
     for pool in POOLS if args.pool == "both" else (args.pool,):
         distances = [int(windows) for windows in args.windows.split(",")]
-        config = POOLS[pool](max_requests=2, max_context=64 * max(distances) + 256)
+        window = ModelConfig.from_json(resolve(args.checkpoint)).sliding_window
+        config = POOLS[pool](max_requests=2, max_context=window * max(distances) + 256)
         model = load(args.checkpoint, backend=BackendConfig(pool=config), device=args.device)
         text = Corpus.standard_library(
             bos=model.config.bos_token_id or 0, eos=model.config.eos_token_id or 0, root=args.source
         ).held_out
         for windows in distances:
-            distance = windows * model.config.sliding_window
+            distance = windows * window
             row = {"pool": pool, "windows": windows, "tokens": distance, "trials": args.trials}
             rows.append(row | measure(Engine(model), text, distance, args.trials))
             print(json.dumps(rows[-1]), flush=True)
