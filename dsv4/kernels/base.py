@@ -17,6 +17,7 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4.config import ModelConfig, PoolConfig
+from dsv4.metadata.base import FillKernel
 from dsv4.metadata.plans import (
     CompressorTarget,
     FoldPlan,
@@ -25,6 +26,7 @@ from dsv4.metadata.plans import (
     ScoreInputs,
     SelectOutput,
     Source,
+    Workspace,
 )
 from dsv4.pool.base import KVView
 
@@ -39,21 +41,13 @@ class Rounding(enum.Enum):
     """Indexer queries and keys: Walsh-Hadamard over all channels, then e2m1 per 32."""
 
 
-class RopeKernel(ABC):
-    """1. Rotates interleaved pairs of the last 2 P channels by each token's angle; the others pass unchanged.
-    2. `inverse` undoes it. 3. Arithmetic is fp32 (or the input's, if wider); the result has the input's dtype."""
-
-    @abstractmethod
-    def rotate(self, x: Tensor, rope: RopeTable, *, inverse: bool = False) -> Tensor:
-        """x [T, D] or [T, H, D] -> the same shape."""
-
-
 class StoreKernel(ABC):
     """1. Queries: per-head RMS norm without weight, then RoPE.
     2. KV: RMSNorm, RoPE, rounding, then the row format's own rounding.
     3. `fresh` holds exactly what reading the stored row gives back.
     4. Rows are written only where loc is a row of the view.
-    5. No other byte of the table changes."""
+    5. No other byte of the table changes.
+    6. `q_THD` and `kv_TD` may be overwritten: go on with what is returned."""
 
     @abstractmethod
     def store(
@@ -69,7 +63,8 @@ class StoreKernel(ABC):
         rounding: Rounding,
         fresh_TD: Tensor | None,
     ) -> Tensor:
-        """Normed and rotated queries [T, H, D] in q's dtype. `fresh_TD` [T, D] fp32; None where no chunk can occur."""
+        """Normed and rotated queries [T, H, D] in q's dtype. `fresh_TD` [T, D] in the row format's value dtype; None
+        where no chunk can occur. Inputs may be column slices of wider tensors."""
 
     @abstractmethod
     def store_tail(self, fresh_TD: Tensor, *, tail_loc_T: Tensor, view: KVView) -> None:
@@ -112,11 +107,24 @@ class CompressKernel(ABC):
 
 
 class ScoreKernel(ABC):
-    """1. score[t, e] = sum_h w[t, h] * relu(q[t, h] . key[e]) in fp32 for e < n_vis(t). 2. Other lanes are -inf."""
+    """1. score[t, e] = sum_h w[t, h] * relu(q[t, h] . key[e]) in fp32 for e < n_vis(t). 2. Other lanes are -inf.
+    3. Queries take the keys' form: rotated, rounded, and e4m3 with one power-of-two scale a head for fp8 keys."""
 
     @abstractmethod
-    def round_queries(self, q_THD: Tensor, rounding: Rounding) -> Tensor:
-        """Rotated index queries as the scorer reads them, fp32."""
+    def queries(
+        self,
+        q_THD: Tensor,
+        weights_TH: Tensor,
+        *,
+        rope: RopeTable,
+        rounding: Rounding,
+        scale: float,
+        view: KVView,
+    ) -> tuple[Tensor, Tensor]:
+        """(queries [T, H, D], weights [T, H] fp32 times `scale`) as this scorer reads them against keys of `view`.
+
+        The inputs may be column slices of wider tensors and may be overwritten; what is returned may lie in them.
+        """
 
     @abstractmethod
     def score(
@@ -128,7 +136,10 @@ class ScoreKernel(ABC):
         first_token: int,
         out_TN: Tensor,
     ) -> None:
-        """Scores of the tokens [first_token, first_token + T) of the forward, fp32 [T, inputs.max_entries]."""
+        """Scores of the tokens [first_token, first_token + T) of the forward, fp32 [T, inputs.max_entries].
+
+        `q_THD` and `weights_TH` are rows of what `queries` returned.
+        """
 
 
 class SelectKernel(ABC):
@@ -158,8 +169,14 @@ class AttentionKernel(ABC):
         scale: float,
         out_THD: Tensor,
         lse_TH: Tensor | None = None,
+        rope: RopeTable | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
-        """`lse`: natural log of the sum over keys, without the sink. Scores and accumulation are fp32."""
+        """`lse`: natural log of the sum over keys, without the sink. Scores and accumulation are fp32.
+
+        `rope`: rotate the result back (inverse RoPE of the last channels) in fp32, before the one cast to out's dtype.
+        `workspace`: scratch for partial results; without it a row is never split.
+        """
 
 
 class LinearKernel(ABC):
@@ -176,18 +193,87 @@ class LinearKernel(ABC):
         """Group g of every token times weight g -> [T, G, O]."""
 
 
-class MixKernel(ABC):
-    """1. Row softmax plus eps, a column step, then iterations - 1 row and column steps, eps added to every sum.
-    2. A token's result is a function of its own logits."""
+class NormKernel(ABC):
+    """1. x / sqrt(mean(x^2) + eps) * weight in fp32, one cast at the end. 2. A row depends on that row alone."""
 
     @abstractmethod
-    def sinkhorn(self, logits_TNN: Tensor, *, iterations: int, eps: float) -> Tensor:
-        """fp32 [T, N, N] -> doubly stochastic, columns normalised last."""
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [..., D] of any float dtype and strides, weight fp32 [D] -> x's shape and dtype."""
+
+
+@frozen(eq=False)
+class MixWeights:
+    """Parameters of one hyper-connection, fp32. Rows of `fn`: N pre, N post, N * N comb; of the head's: N."""
+
+    fn: Tensor
+    """[(2 + N) N or N, N * D]"""
+    base: Tensor
+    scale: Tensor
+    """[3]: pre, post, comb; the head's: [1]."""
+
+
+class MixKernel(ABC):
+    """1. Logits: fn . streams / rms(streams) * scale + base, all fp32 (spec/architecture.md section 2).
+    2. comb: row softmax plus eps, a column step, then iterations - 1 row and column steps, eps added to every sum.
+    3. A token's result is a function of its own streams."""
+
+    @abstractmethod
+    def pre(
+        self,
+        streams_TND: Tensor,
+        weights: MixWeights,
+        *,
+        norm: Tensor,
+        eps: float,
+        hc_eps: float,
+        iterations: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """-> the sub-block's input [T, D]: the weighted sum of the streams, cast to their dtype, then RMS-normed with
+        `norm`; post [T, N] and comb [T, N, N], fp32."""
+
+    @abstractmethod
+    def post(self, y_TD: Tensor, streams_TND: Tensor, post_TN: Tensor, comb_TNN: Tensor) -> Tensor:
+        """X'_k = post_k y + sum_j comb[j, k] X_j in fp32, one cast to the streams' dtype. May overwrite the streams."""
+
+    @abstractmethod
+    def head(
+        self, streams_TND: Tensor, weights: MixWeights, *, norm: Tensor, eps: float, hc_eps: float
+    ) -> Tensor:
+        """[T, D]: streams summed with N sigmoid weights, cast to their dtype, then RMS-normed with `norm`."""
+
+
+@frozen(eq=False)
+class ExpertWeights:
+    """Weights of one MoE layer in the activations' dtype. w13: gate rows, then up rows."""
+
+    w13_EID: Tensor
+    """[E, 2 I, D]"""
+    w2_EDI: Tensor
+    shared_w13: Tensor
+    """[2 S, D]"""
+    shared_w2: Tensor
 
 
 class ExpertsKernel(ABC):
-    """1. y = sum_k w2 cast(p_k * silu(clamped gate) * clamped up) over a token's experts.
-    2. The sum is fp32, in ascending expert order."""
+    """1. Scores sqrt(softplus(x . weight)) fp32; experts by the table, or the K best of score + bias; weights from the
+    unbiased scores, normalised, times `factor`. The lower expert wins a tie.
+    2. y = sum_k w2 cast(p_k * silu(clamped gate) * clamped up) over a token's experts, plus the shared expert.
+    3. The sum is fp32, in ascending expert order, the shared expert's (cast to x's dtype) last."""
+
+    @abstractmethod
+    def route(
+        self,
+        x_TD: Tensor,
+        weight_ED: Tensor,
+        *,
+        topk: int,
+        factor: float,
+        bias_E: Tensor | None = None,
+        table_VK: Tensor | None = None,
+        token_ids_T: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """-> expert indices [T, K] (int32 or int64), weights [T, K] fp32. Exactly one of `bias_E` and `table_VK`
+        (int64, looked up by `token_ids_T`) is given."""
 
     @abstractmethod
     def experts(
@@ -195,12 +281,11 @@ class ExpertsKernel(ABC):
         x_TD: Tensor,
         chosen_TK: Tensor,
         weights_TK: Tensor,
-        w13_EID: Tensor,
-        w2_EDI: Tensor,
+        weights: ExpertWeights,
         *,
         limit: float,
     ) -> Tensor:
-        """fp32 [T, D]; `limit` 0 = no clamp."""
+        """[T, D] in x's dtype; `limit` 0 = no clamp."""
 
 
 @frozen(kw_only=True)
@@ -208,18 +293,20 @@ class KernelSet:
     """The ops of one name; single ops may be replaced."""
 
     name: str
-    rope: RopeKernel
+    fill: type[FillKernel]
+    """Built by each metadata builder for its own buffers."""
     store: StoreKernel
     compress: CompressKernel
     score: ScoreKernel
     select: SelectKernel
     attend: AttentionKernel
     linear: LinearKernel
+    norm: NormKernel
     mix: MixKernel
     experts: ExpertsKernel
 
     OPS: ClassVar[tuple[str, ...]] = (
-        "rope", "store", "compress", "score", "select", "attend", "linear", "mix", "experts",
+        "fill", "store", "compress", "score", "select", "attend", "linear", "norm", "mix", "experts",
     )  # fmt: skip
 
 
@@ -234,6 +321,18 @@ class KernelFamily(ABC):
         cls, device: torch.device, model: ModelConfig, pool_config: PoolConfig
     ) -> str | None:
         """None = usable here; otherwise the reason, for `dsv4 info` and errors."""
+
+    @classmethod
+    def why_not_op(
+        cls, op: str, device: torch.device, model: ModelConfig, pool_config: PoolConfig
+    ) -> str | None:
+        """The same of one op of the set."""
+        return cls.why_not(device, model, pool_config)
+
+    @classmethod
+    def only_by_name(cls, device: torch.device) -> str | None:
+        """A reason why `auto` leaves a usable set to those who ask for it; None = `auto` may take it."""
+        return None
 
     @classmethod
     @abstractmethod

@@ -9,10 +9,29 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from dsv4.config import BackendConfig, ModelConfig
-from dsv4.metadata.batch import ForwardBatch
-from dsv4.metadata.forward import Epoch, ForwardMetadata
+from dsv4.metadata.batch import BatchShape, ForwardBatch
+from dsv4.metadata.buffers import Buffers
+from dsv4.metadata.forward import Epoch, ForwardMetadata, SharedTensors
 from dsv4.pool.base import KVPool
 from dsv4.pool.geometry import PoolGeometry
+
+
+class FillKernel(ABC):
+    """The device side of `fill`, for the buffers of one builder.
+
+    1. Computes every shared tensor of a forward from the static input buffers and the pool's live lengths and block
+       table, each once, and counts it in `buffers.computed`. 2. Has no effect on the pool. 3. Shapes depend on the
+       BatchShape alone. 4. No host sync.
+    """
+
+    @abstractmethod
+    def __init__(
+        self, model: ModelConfig, geometry: PoolGeometry, pool: KVPool, buffers: Buffers
+    ) -> None: ...
+
+    @abstractmethod
+    def fill(self, shape: BatchShape) -> SharedTensors:
+        """Fill the prefixes that `shape` needs; the same tensors, values and addresses for equal inputs."""
 
 
 class MetadataBuilder(ABC):
@@ -37,8 +56,12 @@ class MetadataBuilder(ABC):
     """How often each shared tensor was computed by the latest fill."""
 
     @abstractmethod
-    def __init__(self, pool: KVPool, config: BackendConfig) -> None:
-        """Allocate every buffer for the largest batch of a resolved `config`, on the pool's device."""
+    def __init__(
+        self, pool: KVPool, config: BackendConfig, fill: type[FillKernel] | None = None
+    ) -> None:
+        """Allocate every buffer for the largest batch of a resolved `config`, on the pool's device.
+
+        `fill`: the op that computes the shared tensors; None = plain torch."""
 
     @classmethod
     @abstractmethod

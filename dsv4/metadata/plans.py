@@ -95,7 +95,7 @@ class Source:
     view: KVView
     stream: IndexStream
     fresh_TD: Tensor | None = None
-    """fp32; row `view.num_rows + t` is token t's KV exactly as reading its stored row back would give it."""
+    """In the row format's value dtype; row `view.num_rows + t` is token t's KV exactly as reading its stored row back would give it."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -103,6 +103,8 @@ class OverlapPlan:
     """CSA (main and indexer compressor alike): pool 2 * ratio raw rows per closing window."""
 
     ratio: int
+    in_place: bool
+    """No request has more than D new tokens: no row that is read for an entry is written by this forward."""
     ape_row_T: Tensor
     """position % ratio of each token."""
     state_loc_T: Tensor
@@ -118,6 +120,12 @@ class FoldPlan:
     """HCA: fold tokens in order. Segments [0, E) close a window each, segments [E, E + B) advance an accumulator."""
 
     ratio: int
+    in_place: bool
+    """As in OverlapPlan; here it says that each accumulator's segments are short."""
+    starts_B1: Tensor
+    """First token of each request; the last element is the number of real tokens."""
+    closing_indptr_B1: Tensor
+    """Closing windows [indptr[b], indptr[b + 1]) are request b's; lanes behind the last close nothing."""
     ape_row_T: Tensor
     state_loc_T: Tensor
     source_SJ: Tensor
@@ -143,6 +151,8 @@ class CompressorTarget:
     entry_view: KVView
     entry_loc_E: Tensor
     """Row each closing window's entry is written to, -1 = none closes."""
+    pooled_EC: Tensor
+    """Scratch fp32 [E, at least row_dim] for pooled entries on their way to the table."""
     accumulator_view: KVView | None = None
     """HCA only."""
 
@@ -171,6 +181,8 @@ class SelectOutput:
     """Where select writes: the tail of the CSA stream, whose indptr is final after fill."""
 
     stream: IndexStream
+    scratch: Tensor
+    """Flat int32, see `dsv4.metadata.buffers.select_scratch`."""
     lane_TK: Tensor
     """Stream lane of pick k of token t. Picks beyond a token's count own the lanes behind the last token's, so that
     writing the whole [T, K] table writes every lane exactly once."""
@@ -182,9 +194,12 @@ class Workspace:
     """Scratch that one forward shares between its layers; allocated once from capacities."""
 
     fresh_TD: Tensor | None
-    """KV of this forward's tokens, fp32 [T, head_dim]; None where the batch shape allows no chunk."""
+    """KV of this forward's tokens, [T, head_dim] in the row format's value dtype; None where the batch shape allows no
+    chunk."""
     scores: Tensor
     """Flat fp32 scratch of the score byte budget."""
+    partials: Tensor
+    """Flat fp32 scratch for split rows of attend, see `dsv4.metadata.buffers.partial_rows`."""
 
     def score_tile(self, num_tokens: int, num_entries: int) -> Tensor:
         """[num_tokens, num_entries] of the score scratch."""
