@@ -77,7 +77,7 @@ class Backend:
         config = config.resolved(model)
         kernel_set = build_kernels(model, config, device)
         pool = registry.pool_class(config.pool)(config.pool, model, device)
-        builder = pool.builder_class()(pool, config)
+        builder = pool.builder_class()(pool, config, kernel_set.fill)
         _log.info(
             "backend_created",
             pool=type(pool).__name__,
@@ -102,9 +102,8 @@ def build_kernels(model: ModelConfig, config: BackendConfig, device: torch.devic
     """The configured set with its overrides; `auto` takes the first of PREFERENCE that can run."""
     name = kernels_from_env(config.kernels)
     if name == "auto":
-        name = next(
-            n for n, reason in reasons(model, config.pool, device).items() if reason is None
-        )
+        usable = (n for n, why in reasons(model, config.pool, device).items() if why is None)
+        name = next(n for n in usable if registry.kernel_family(n).only_by_name(device) is None)
     kernel_set = _usable(name, model, config, device).build(deterministic=config.deterministic)
     replaced = {
         op: getattr(

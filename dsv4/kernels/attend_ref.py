@@ -12,7 +12,8 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4.kernels.base import AttentionKernel
-from dsv4.metadata.plans import Source
+from dsv4.kernels.rope_ref import rotate
+from dsv4.metadata.plans import RopeTable, Source, Workspace
 
 TILE_VALUES = 1 << 20  # gathered values per token tile: 4 MiB in fp32, a CPU's L2
 LANE_TILE = 64
@@ -62,6 +63,13 @@ def gather(source: Source, rows: PaddedRows) -> Tensor:
     return values.masked_fill_(rows.hidden_TK.unsqueeze(-1), 0.0)
 
 
+def _angles_of(rope: RopeTable, first: int, last: int) -> RopeTable:
+    """The angles of tokens [first, last); all of them keep the table, which remembers what is derived from it."""
+    if last - first == rope.cos_TP.shape[0]:
+        return rope
+    return RopeTable(rope.cos_TP[first:last], rope.sin_TP[first:last])
+
+
 class TorchAttention(AttentionKernel):
     def __init__(self, *, deterministic: bool = False) -> None:
         self._lane_tile = LANE_TILE if deterministic else 1
@@ -75,6 +83,8 @@ class TorchAttention(AttentionKernel):
         scale: float,
         out_THD: Tensor,
         lse_TH: Tensor | None = None,
+        rope: RopeTable | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
         num_tokens, dim = q_THD.shape[0], q_THD.shape[-1]
         sources = [s for s in sources if s.stream.max_rows]
@@ -94,7 +104,10 @@ class TorchAttention(AttentionKernel):
             hidden_TK = torch.cat(hidden, 1) if len(hidden) > 1 else hidden[0]
             scores_THK = self._scores(q_THD[first:last], values_TKD).mul_(scale)
             scores_THK.masked_fill_(hidden_TK.unsqueeze(1), -torch.inf)
-            out_THD[first:last] = self._weighted(scores_THK, values_TKD, sink_H)
+            out_tHD = self._weighted(scores_THK, values_TKD, sink_H)
+            if rope is not None:
+                out_tHD = rotate(out_tHD, _angles_of(rope, first, last), inverse=True)
+            out_THD[first:last] = out_tHD
             if lse_TH is not None:
                 lse_TH[first:last] = torch.logsumexp(scores_THK, -1)
 

@@ -268,12 +268,12 @@ class ExpertsKernel(ABC):
         *,
         topk: int,
         factor: float,
-        bias_E: Tensor | None = None,
-        table_VK: Tensor | None = None,
-        token_ids_T: Tensor | None = None,
+        token_ids_T: Tensor,
+        bias_E: Tensor | None,
+        table_VK: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """-> expert indices [T, K] (int32 or int64), weights [T, K] fp32. Exactly one of `bias_E` and `table_VK`
-        (int64, looked up by `token_ids_T`) is given."""
+        (int64, looked up by `token_ids_T`) is not None."""
 
     @abstractmethod
     def experts(

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.base import CompressKernel, Rounding
-from dsv4.kernels.rope_ref import TorchRope
+from dsv4.kernels.rope_ref import rotate
 from dsv4.kernels.store_ref import normed, rounded
 from dsv4.metadata.plans import CompressorTarget, FoldPlan, OverlapPlan, RopeTable
 from dsv4.pool.base import KVView
 from dsv4.pool.fold import fold_step
-
-_ROPE = TorchRope()
 
 
 def add_position_bias(projected_TC: Tensor, ape_MC: Tensor, ape_row_T: Tensor) -> Tensor:
@@ -40,7 +38,7 @@ def write_entries(
     pooled_ED: Tensor, *, norm: Tensor, eps: float, rope: RopeTable, target: CompressorTarget, rounding: Rounding
 ) -> None:  # fmt: skip
     """Norm, rotate, round and scatter pooled entries."""
-    entries = _ROPE.rotate(normed(pooled_ED, eps) * norm, rope)
+    entries = rotate(normed(pooled_ED, eps) * norm, rope)
     view = target.entry_view
     rope_dim = 2 * rope.cos_TP.shape[-1]
     entries = rounded(entries, rounding, rope_dim=rope_dim, value_dtype=view.format.value_dtype)

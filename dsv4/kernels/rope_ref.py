@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.kernels.base import RopeKernel
 from dsv4.metadata.plans import RopeTable
 
 
@@ -23,13 +22,13 @@ def interleaved(rope: RopeTable, rank: int, *, inverse: bool) -> tuple[Tensor, T
     return rope.derived[key]
 
 
-class TorchRope(RopeKernel):
-    def rotate(self, x: Tensor, rope: RopeTable, *, inverse: bool = False) -> Tensor:
-        if x.shape[0] == 0:
-            return x
-        cos, sin = interleaved(rope, x.dim(), inverse=inverse)
-        width = cos.shape[-1]
-        turned = x[..., -width:].to(torch.promote_types(x.dtype, torch.float32))
-        swapped = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-        turned = (turned * cos).add_(swapped * sin)
-        return torch.cat([x[..., :-width], turned.to(x.dtype)], dim=-1)
+def rotate(x: Tensor, rope: RopeTable, *, inverse: bool = False) -> Tensor:
+    """x [T, D] or [T, H, D] -> the same shape and dtype; arithmetic in fp32, or the input's dtype if wider."""
+    if x.shape[0] == 0:
+        return x
+    cos, sin = interleaved(rope, x.dim(), inverse=inverse)
+    width = cos.shape[-1]
+    turned = x[..., -width:].to(torch.promote_types(x.dtype, torch.float32))
+    swapped = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    turned = (turned * cos).add_(swapped * sin)
+    return torch.cat([x[..., :-width], turned.to(x.dtype)], dim=-1)

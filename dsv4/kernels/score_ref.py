@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.base import Rounding, ScoreKernel
+from dsv4.kernels.rope_ref import rotate
 from dsv4.kernels.store_ref import rounded
-from dsv4.metadata.plans import ScoreInputs
+from dsv4.metadata.plans import RopeTable, ScoreInputs
+from dsv4.pool.base import KVView
+from dsv4.pool.formats import IndexFp8Rows
+from dsv4.quant import round_fp8
 
 KEY_TILE = 64
 """Keys per matrix product in deterministic mode: a product's bits depend on its shape, so the shape is fixed."""
@@ -70,8 +74,21 @@ class TorchScore(ScoreKernel):
     def __init__(self, *, deterministic: bool = False) -> None:
         self._scores = tiled_scores_of if deterministic else scores_of
 
-    def round_queries(self, q_THD: Tensor, rounding: Rounding) -> Tensor:
-        return rounded(q_THD, rounding, rope_dim=0, value_dtype=q_THD.dtype).float()
+    def queries(
+        self,
+        q_THD: Tensor,
+        weights_TH: Tensor,
+        *,
+        rope: RopeTable,
+        rounding: Rounding,
+        scale: float,
+        view: KVView,
+    ) -> tuple[Tensor, Tensor]:
+        q_THD = rotate(q_THD, rope)
+        q_THD = rounded(q_THD, rounding, rope_dim=0, value_dtype=q_THD.dtype).float()
+        if isinstance(view.format, IndexFp8Rows):
+            q_THD = round_fp8(q_THD.bfloat16().float(), q_THD.shape[-1])
+        return q_THD, weights_TH * scale
 
     def score(
         self,

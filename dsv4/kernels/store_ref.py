@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.base import Rounding, StoreKernel
-from dsv4.kernels.rope_ref import TorchRope
+from dsv4.kernels.rope_ref import rotate
 from dsv4.metadata.plans import RopeTable
 from dsv4.pool.base import KVView
 from dsv4.quant import hadamard, round_fp4, round_fp8
-
-_ROPE = TorchRope()
 
 
 def normed(x: Tensor, eps: float) -> Tensor:
@@ -51,7 +49,7 @@ class TorchStore(StoreKernel):
         # queries and KV share norm and rotation: one pass over [T, H + 1, D]
         heads = normed(torch.cat([q_THD, kv_TD.unsqueeze(1)], dim=1), eps)
         heads[:, -1] *= kv_norm
-        heads = _ROPE.rotate(heads, rope)
+        heads = rotate(heads, rope)
         kv = heads[:, -1]
         rope_dim = 2 * rope.cos_TP.shape[-1]
         kv = rounded(kv, rounding, rope_dim=rope_dim, value_dtype=view.format.value_dtype)

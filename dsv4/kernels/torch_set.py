@@ -13,10 +13,11 @@ from dsv4.kernels.compress_ref import TorchCompress
 from dsv4.kernels.experts_ref import TorchExperts
 from dsv4.kernels.linear_ref import TiledLinear, TorchLinear
 from dsv4.kernels.mix_ref import TorchMix
-from dsv4.kernels.rope_ref import TorchRope
+from dsv4.kernels.norm_ref import TorchNorm
 from dsv4.kernels.score_ref import TorchScore
 from dsv4.kernels.select_ref import TorchSelect
 from dsv4.kernels.store_ref import TorchStore
+from dsv4.metadata.fill import TorchFill
 
 
 class TorchKernels(KernelFamily):
@@ -33,13 +34,14 @@ class TorchKernels(KernelFamily):
         linear = TiledLinear() if deterministic else TorchLinear()
         return KernelSet(
             name=cls.name,
-            rope=TorchRope(),
+            fill=TorchFill,
             store=TorchStore(),
             compress=TorchCompress(),
             score=TorchScore(deterministic=deterministic),
             select=TorchSelect(),
             attend=TorchAttention(deterministic=deterministic),
             linear=linear,
-            mix=TorchMix(deterministic=deterministic),
+            norm=TorchNorm(),
+            mix=TorchMix(linear, deterministic=deterministic),
             experts=TorchExperts(linear),
         )

@@ -80,6 +80,7 @@ def _plan_specs(
         lanes = segments * capacity.fold_steps(ratio, geometry.in_place_tokens)
         sizes |= {"source": lanes, "position": lanes, "start": segments}
         sizes |= {"accumulator_row": segments, "accumulator_loc": requests, "folded": requests}
+        sizes |= {"closing_indptr": requests + 1}
     specs = {f"{name}.{part}": BufferSpec(size) for part, size in sizes.items()}
     for part in ("cos", "sin"):
         specs[f"{name}.entry_{part}"] = BufferSpec(closing * half, torch.float32)
@@ -92,16 +93,42 @@ def rope_names(model: ModelConfig) -> dict[RopeKey, str]:
     return {key: f"rope.{i}" for i, key in enumerate(keys)}
 
 
+MAX_SPLITS = 64
+"""Most parts that attend splits one token's rows into."""
+SPLIT_PROGRAMS = 264
+"""Most (token, 64 heads, part) triples that are worth splitting: twice the processors of the largest device."""
+SELECT_CHUNK = 4096
+"""Fewest scores that a split row of select leaves to one program."""
+
+
+def partial_rows(model: ModelConfig, capacity: BatchShape) -> int:
+    """Rows of head_dim + 2 floats that attend's partial results may take."""
+    heads = model.num_attention_heads
+    return min(capacity.num_tokens * heads * MAX_SPLITS, SPLIT_PROGRAMS * 64)
+
+
+def select_scratch(num_scores: int, num_tokens: int, topk: int) -> int:
+    """int32 lanes for the candidates (score key and entry) of split score rows."""
+    return 2 * topk * (num_scores // SELECT_CHUNK + num_tokens)
+
+
 def workspace_specs(
-    model: ModelConfig, capacity: BatchShape, score_budget_bytes: int
+    model: ModelConfig, capacity: BatchShape, score_budget_bytes: int, value_dtype: torch.dtype
 ) -> dict[str, BufferSpec]:
-    """Fresh rows, and score scratch of the byte budget (never less than one row, never more than all)."""
-    ratios = [x.ratio for x in model.layers if x.kind is LayerKind.CSA]
-    row = max((capacity.max_entries(r) for r in ratios), default=0)
+    """Fresh rows in the row format's value dtype, score scratch of the byte budget (never less than one row, never more
+    than all), and what kernels that split their rows keep in between."""
+    csa = [x for x in model.layers if x.kind is LayerKind.CSA]
+    row = max((capacity.max_entries(x.ratio) for x in csa), default=0)
+    topk = max((x.index_topk for x in csa), default=0)
     scores = max(row, min(capacity.num_tokens * row, score_budget_bytes // 4))
+    pooled = max((capacity.max_closing(x.ratio) for x in model.layers if x.ratio), default=0)
+    split_tokens = min(capacity.num_tokens, SPLIT_PROGRAMS)
     return {
-        "fresh": BufferSpec(capacity.num_tokens * model.head_dim, torch.float32),
+        "fresh": BufferSpec(capacity.num_tokens * model.head_dim, value_dtype),
         "scores": BufferSpec(scores, torch.float32),
+        "pooled": BufferSpec(pooled * max(model.head_dim, model.index_head_dim), torch.float32),
+        "select": BufferSpec(select_scratch(scores, split_tokens, topk), torch.int32),
+        "partials": BufferSpec(partial_rows(model, capacity) * (model.head_dim + 2), torch.float32),
     }
 
 

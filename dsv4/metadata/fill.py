@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4.config import LayerKind, ModelConfig
 from dsv4.metadata import fill_ref as ref
+from dsv4.metadata.base import FillKernel
 from dsv4.metadata.batch import BatchShape
 from dsv4.metadata.buffers import Buffers, plan_keys, rope_names, stream_keys
 from dsv4.metadata.forward import SharedTensors
@@ -40,8 +41,8 @@ class _Compressed:
     index_locs: dict[int, Tensor] = field(factory=dict)
 
 
-class Filler:
-    """Fills the buffers of one builder. Has no effect on the pool."""
+class TorchFill(FillKernel):
+    """In plain torch."""
 
     def __init__(
         self, model: ModelConfig, geometry: PoolGeometry, pool: KVPool, buffers: Buffers
@@ -112,7 +113,7 @@ class Filler:
                 keys = self._geometry.paged_keys(ratio, self._pool.block_table)
                 index_loc_E = ref.entry_loc(inputs, closing, keys)
                 made.index_locs[ratio] = put(f"{key.name}.index_loc", index_loc_E)
-                made.state_plans[key] = self._overlap(key, inputs, tokens, closing)
+                made.state_plans[key] = self._overlap(key, inputs, tokens, closing, shape)
             else:
                 made.state_plans[key] = self._fold(key, inputs, tokens, closing, shape)
         return made
@@ -167,11 +168,13 @@ class Filler:
         inputs: ref.RequestInputs,
         tokens: ref.TokenPlan,
         closing: ref.ClosingPlan,
+        shape: BatchShape,
     ) -> OverlapPlan:
         geometry, put, name, ratio = self._geometry, self._buffers.put, key.name, key.ratio
         rows = geometry.overlap_row(ratio, tokens.slot_T.clamp(min=0), tokens.positions_T)
         return OverlapPlan(
             ratio=ratio,
+            in_place=shape.max_query_tokens <= geometry.in_place_tokens,
             ape_row_T=put(f"{name}.ape_row", tokens.positions_T % ratio),
             state_loc_T=self._state_loc(name, tokens, rows, geometry.overlap_rows(ratio)),
             source_EM=put(f"{name}.source", ref.overlap_source(inputs, closing, ratio, geometry)),
@@ -192,6 +195,9 @@ class Filler:
         rows = geometry.fold_row(tokens.slot_T.clamp(min=0), tokens.positions_T)
         return FoldPlan(
             ratio=ratio,
+            in_place=shape.max_query_tokens <= geometry.in_place_tokens,
+            starts_B1=inputs.starts,
+            closing_indptr_B1=put(f"{name}.closing_indptr", ref.closing_indptr(inputs, ratio)),
             ape_row_T=put(f"{name}.ape_row", tokens.positions_T % ratio),
             state_loc_T=self._state_loc(name, tokens, rows, geometry.in_place_tokens),
             source_SJ=put(f"{name}.source", segments.source_SJ),

@@ -153,14 +153,24 @@ class ClosingPlan:
     valid_E: Tensor
 
 
+def closing_counts(inputs: RequestInputs, ratio: int) -> Tensor:
+    """[B + 1] windows of each request that close in this forward."""
+    closed_B = (inputs.lengths + inputs.query_lengths) // ratio - inputs.lengths // ratio
+    return torch.where(inputs.slots >= 0, closed_B, 0)
+
+
+def closing_indptr(inputs: RequestInputs, ratio: int) -> Tensor:
+    """[B + 1] prefix sums of the closing windows over the requests."""
+    return prefix_sums(closing_counts(inputs, ratio)[:-1])
+
+
 def closing_windows(inputs: RequestInputs, ratio: int, max_closing: int) -> ClosingPlan:
     """Window w of a request closes iff its last token is one of this forward's."""
     if max_closing == 0:
         none = torch.empty(0, dtype=torch.int32, device=inputs.slots.device)
         return ClosingPlan(request_E=none.long(), entry_E=none, valid_E=none.bool())
     first_B = inputs.lengths // ratio
-    live_B = inputs.slots >= 0
-    count_B = torch.where(live_B, (inputs.lengths + inputs.query_lengths) // ratio - first_B, 0)
+    count_B = closing_counts(inputs, ratio)
     ends_B = torch.cumsum(count_B, 0, dtype=torch.int32)
     lane_E = torch.arange(max_closing, dtype=torch.int32, device=first_B.device)
     sentinel = inputs.slots.shape[0] - 1

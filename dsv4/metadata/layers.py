@@ -50,10 +50,10 @@ def _one_layer(
         sources=sources,
         workspace=workspace,
         state_plan=shared.state_plans[PlanKey.of(layer)] if layer.ratio else None,
-        main=_main_target(pool, index, layer, shared) if layer.ratio else None,
-        index=_index_target(pool, index, layer, shared) if csa else None,
+        main=_main_target(pool, index, layer, shared, workspace) if layer.ratio else None,
+        index=_index_target(pool, index, layer, shared, workspace) if csa else None,
         score_inputs=_score_inputs(pool, layer, shared, workspace, derived) if csa else None,
-        select_output=_select_output(pool, layer, shared) if csa else None,
+        select_output=_select_output(pool, layer, shared, workspace) if csa else None,
     )
 
 
@@ -69,24 +69,26 @@ def _sources(
 
 
 def _main_target(
-    pool: KVPool, index: int, layer: LayerConfig, shared: SharedTensors
+    pool: KVPool, index: int, layer: LayerConfig, shared: SharedTensors, workspace: Workspace
 ) -> CompressorTarget:
     folds = layer.kind is LayerKind.HCA
     return CompressorTarget(
         state_view=pool.view(index, Region.STATE),
         entry_view=pool.view(index, Region.ENTRIES),
         entry_loc_E=shared.entry_locs[layer.ratio],
+        pooled_EC=workspace.pooled_rows(shared.entry_locs[layer.ratio], pool.model.head_dim),
         accumulator_view=pool.view(index, Region.ACCUMULATOR) if folds else None,
     )
 
 
 def _index_target(
-    pool: KVPool, index: int, layer: LayerConfig, shared: SharedTensors
+    pool: KVPool, index: int, layer: LayerConfig, shared: SharedTensors, workspace: Workspace
 ) -> CompressorTarget:
     return CompressorTarget(
         state_view=pool.view(index, Region.INDEX_STATE),
         entry_view=pool.view(index, Region.INDEX),
         entry_loc_E=shared.index_locs[layer.ratio],
+        pooled_EC=workspace.pooled_rows(shared.index_locs[layer.ratio], pool.model.index_head_dim),
     )
 
 
@@ -111,10 +113,13 @@ def _score_inputs(
     )
 
 
-def _select_output(pool: KVPool, layer: LayerConfig, shared: SharedTensors) -> SelectOutput:
+def _select_output(
+    pool: KVPool, layer: LayerConfig, shared: SharedTensors, workspace: Workspace
+) -> SelectOutput:
     key = StreamKey.of(layer)
     return SelectOutput(
         stream=shared.entry_streams[key],
+        scratch=workspace.select,
         lane_TK=shared.select_lanes[key],
         rows=pool.geometry.paged_entries(layer.ratio, pool.block_table),
     )

@@ -95,7 +95,8 @@ class Source:
     view: KVView
     stream: IndexStream
     fresh_TD: Tensor | None = None
-    """In the row format's value dtype; row `view.num_rows + t` is token t's KV exactly as reading its stored row back would give it."""
+    """In the row format's value dtype; row
+    `view.num_rows + t` is token t's KV exactly as reading its stored row back would give it."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -198,8 +199,17 @@ class Workspace:
     chunk."""
     scores: Tensor
     """Flat fp32 scratch of the score byte budget."""
+    pooled: Tensor
+    """Flat fp32 scratch for pooled entries on their way to a table."""
+    select: Tensor
+    """Flat int32 scratch, see `dsv4.metadata.buffers.select_scratch`."""
     partials: Tensor
     """Flat fp32 scratch for split rows of attend, see `dsv4.metadata.buffers.partial_rows`."""
+
+    def pooled_rows(self, entry_loc_E: Tensor, width: int) -> Tensor:
+        """[E, width] of the scratch for pooled entries."""
+        num = entry_loc_E.shape[0]
+        return self.pooled[: num * width].view(num, width)
 
     def score_tile(self, num_tokens: int, num_entries: int) -> Tensor:
         """[num_tokens, num_entries] of the score scratch."""

@@ -16,14 +16,15 @@ from dsv4.config import BackendConfig, ModelConfig
 from dsv4.errors import BatchError, SlotError
 from dsv4.log import get_logger
 from dsv4.metadata import fill_ref as ref
-from dsv4.metadata.base import MetadataBuilder
+from dsv4.metadata.base import FillKernel, MetadataBuilder
 from dsv4.metadata.batch import BatchShape, ForwardBatch
 from dsv4.metadata.buffers import Buffers, BufferSpec, buffer_specs, workspace_specs
-from dsv4.metadata.fill import Filler
+from dsv4.metadata.fill import TorchFill
 from dsv4.metadata.forward import Epoch, ForwardMetadata
 from dsv4.metadata.layers import layer_tensors
 from dsv4.metadata.plans import Workspace
 from dsv4.pool.base import KVPool
+from dsv4.pool.formats import row_format
 from dsv4.pool.geometry import PoolGeometry
 
 _log = get_logger(__name__)
@@ -54,17 +55,26 @@ def capacity_of(config: BackendConfig) -> BatchShape:
     )
 
 
+def _workspace(
+    model: ModelConfig, capacity: BatchShape, config: BackendConfig
+) -> dict[str, BufferSpec]:
+    values = row_format(config.pool.row_format, model).value_dtype
+    return workspace_specs(model, capacity, config.score_budget_bytes, values)
+
+
 class TableMetadataBuilder(MetadataBuilder):
     """Keeps the MetadataBuilder promises for any KVPool with a PoolGeometry."""
 
-    def __init__(self, pool: KVPool, config: BackendConfig) -> None:
+    def __init__(
+        self, pool: KVPool, config: BackendConfig, fill: type[FillKernel] | None = None
+    ) -> None:
         model, geometry = pool.model, pool.geometry
         self._pool, self._model, self._geometry = pool, model, geometry
         self.capacity = capacity_of(config)
         self._buffers = Buffers(buffer_specs(model, geometry, self.capacity), pool.device)
-        scratch = workspace_specs(model, self.capacity, config.score_budget_bytes)
+        scratch = _workspace(model, self.capacity, config)
         self._scratch = Buffers(scratch, pool.device)
-        self._filler = Filler(model, geometry, pool, self._buffers)
+        self._fill = (fill or TorchFill)(model, geometry, pool, self._buffers)
         self.metadata = ForwardMetadata()
         self.computed = self._buffers.computed
         self._batch: ForwardBatch | None = None
@@ -79,7 +89,7 @@ class TableMetadataBuilder(MetadataBuilder):
         specs: dict[str, BufferSpec] = {
             f"metadata.{k}": v for k, v in buffer_specs(model, geometry, capacity).items()
         }
-        scratch = workspace_specs(model, capacity, config.score_budget_bytes)
+        scratch = _workspace(model, capacity, config)
         specs |= {f"workspace.{k}": v for k, v in scratch.items()}
         return {name: spec.nbytes for name, spec in specs.items()}
 
@@ -148,12 +158,15 @@ class TableMetadataBuilder(MetadataBuilder):
             self._pool.begin_forward(self._batch.slots, self._batch.query_lengths)
             self._begun_at = self._pool.version
         shape = self._shape_of(self._batch)
-        shared = self._filler.fill(shape)
+        shared = self._fill.fill(shape)
         scratch, tokens = self._scratch.tensors, shape.num_tokens
         chunks = shape.max_query_tokens > self._geometry.in_place_tokens
         workspace = Workspace(
             fresh_TD=scratch["fresh"].view(-1, self._model.head_dim)[:tokens] if chunks else None,
             scores=scratch["scores"],
+            pooled=scratch["pooled"],
+            select=scratch["select"],
+            partials=scratch["partials"],
         )
         layers = layer_tensors(self._pool, shared, workspace)
         self._filled = _Filled(self._batch, shape.lengths, self._pool.version)

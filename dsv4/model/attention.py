@@ -58,7 +58,7 @@ class MQALayer(OfficialModule):
         latent_TR, kv_TC = kernels.linear.linear(x_TD, self.w_in).split(
             [cfg.q_lora_rank, cfg.head_dim], dim=-1
         )
-        latent_TR = self.q_norm(latent_TR)
+        latent_TR = self.q_norm(latent_TR, kernels)
         queries = kernels.linear.linear(latent_TR, self.w_q)
         own = cfg.num_attention_heads * cfg.head_dim
         q_THC = queries[:, :own].view(num_tokens, cfg.num_attention_heads, cfg.head_dim)
@@ -69,15 +69,15 @@ class MQALayer(OfficialModule):
         )  # fmt: skip
         if self.compressor is not None:
             self._compress(x_TD, queries[:, own:], meta, kernels)
-        out_THC = torch.empty_like(q_THC)
+        out_THC = torch.empty(q_THC.shape, dtype=x_TD.dtype, device=x_TD.device)
         kernels.attend.attend(
-            q_THC, meta.sources, self.attn_sink, scale=cfg.softmax_scale, out_THD=out_THC
-        )
+            q_THC, meta.sources, self.attn_sink, scale=cfg.softmax_scale, out_THD=out_THC,
+            rope=meta.rope, workspace=meta.workspace,
+        )  # fmt: skip
         if meta.tail_loc_T is not None and meta.workspace.fresh_TD is not None:
             kernels.store.store_tail(
                 meta.workspace.fresh_TD, tail_loc_T=meta.tail_loc_T, view=meta.window_view
             )
-        out_THC = kernels.rope.rotate(out_THC, meta.rope, inverse=True).to(x_TD.dtype)
         grouped = out_THC.view(num_tokens, cfg.o_groups, self.wo_a_GOC.shape[-1])
         return kernels.linear.linear(
             kernels.linear.grouped(grouped, self.wo_a_GOC).flatten(1), self.wo_b

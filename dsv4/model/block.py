@@ -44,16 +44,14 @@ class Block(OfficialModule):
         kernels: KernelSet,
         probe: Probe | None = None,
     ) -> Tensor:
-        x_TD, post, comb = self.hc_attn.pre(streams_TND, kernels)
-        x_TD = self.attn_norm(x_TD)
+        x_TD, post, comb = self.hc_attn.pre(streams_TND, self.attn_norm, kernels)
         y_TD = self.attn(x_TD, meta, kernels)
         self._show(probe, attn_in=x_TD, attn_out=y_TD, attn_hc_post=post, attn_hc_comb=comb)
-        streams_TND = self.hc_attn.post(y_TD, streams_TND, post, comb)
-        x_TD, post, comb = self.hc_ffn.pre(streams_TND, kernels)
-        x_TD = self.ffn_norm(x_TD)
+        streams_TND = kernels.mix.post(y_TD, streams_TND, post, comb)
+        x_TD, post, comb = self.hc_ffn.pre(streams_TND, self.ffn_norm, kernels)
         y_TD = self.ffn(x_TD, token_ids_T, kernels)
         self._show(probe, ffn_in=x_TD, ffn_out=y_TD, ffn_hc_post=post, ffn_hc_comb=comb)
-        return self.hc_ffn.post(y_TD, streams_TND, post, comb)
+        return kernels.mix.post(y_TD, streams_TND, post, comb)
 
     def _show(self, probe: Probe | None, **values: Tensor) -> None:
         if probe is not None:

@@ -61,7 +61,7 @@ class Decoder(OfficialModule):
 
     def logits(self, streams_RND: Tensor, kernels: KernelSet, probe: Probe | None = None) -> Tensor:
         """fp32 logits [R, V] of chosen rows of the final streams."""
-        hidden_RD = self.norm(self.hc_head(streams_RND, kernels))
+        hidden_RD = self.hc_head(streams_RND, self.norm, kernels)
         if probe is not None:
             probe("final_norm", 0, hidden_RD)
         return kernels.linear.linear(hidden_RD.float(), self.head)

@@ -11,28 +11,9 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.kernels.base import KernelSet
+from dsv4.kernels.base import KernelSet, MixWeights
+from dsv4.model.norm import RMSNorm
 from dsv4.model.official import OfficialModule, OfficialTensor, frozen_parameter
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)): torch.sigmoid rounds differently in the tail of its vector loop, so its result for a token
-    would depend on how many tokens stand before it."""
-    return torch.exp(-x).add_(1).reciprocal_()
-
-
-def stream_statistics(
-    streams_TND: Tensor, fn: Tensor, eps: float, kernels: KernelSet
-) -> tuple[Tensor, Tensor]:
-    """(streams in fp32 [T, N, D], z [T, rows of fn]): the mix logits before scale and base."""
-    streams32_TND = streams_TND.float()
-    flat = streams32_TND.flatten(1)
-    scale = flat.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return streams32_TND, kernels.linear.linear(flat, fn) * scale
-
-
-def weighted_sum(weights_TN: Tensor, streams_TND: Tensor) -> Tensor:
-    return torch.bmm(weights_TN.unsqueeze(1), streams_TND).squeeze(1)
 
 
 class HyperConnection(OfficialModule):
@@ -45,28 +26,16 @@ class HyperConnection(OfficialModule):
         self.fn = frozen_parameter(torch.zeros((2 + n) * n, n * config.hidden_size))
         self.base = frozen_parameter(torch.zeros((2 + n) * n))
         self.scale = frozen_parameter(torch.ones(3))
-        # which of the three scales each row of fn takes
-        part = torch.tensor([0] * n + [1] * n + [2] * n * n)
-        self.register_buffer("part", part, persistent=False)
-        self.part: Tensor
 
-    def pre(self, streams_TND: Tensor, kernels: KernelSet) -> tuple[Tensor, Tensor, Tensor]:
-        """-> sub-block input [T, D] in the streams' dtype, post [T, N], comb [T, N, N]."""
-        cfg, n = self.config, self.config.hc_mult
-        streams32, z = stream_statistics(streams_TND, self.fn, cfg.rms_norm_eps, kernels)
-        mix = torch.addcmul(self.base, z, self.scale.index_select(0, self.part))
-        gates = sigmoid(mix[:, : 2 * n])
-        pre_TN, post_TN = gates[:, :n] + cfg.hc_eps, 2 * gates[:, n:]
-        logits = mix[:, 2 * n :].reshape(-1, n, n)
-        comb = kernels.mix.sinkhorn(logits, iterations=cfg.hc_sinkhorn_iters, eps=cfg.hc_eps)
-        return weighted_sum(pre_TN, streams32).to(streams_TND.dtype), post_TN, comb
-
-    @staticmethod
-    def post(y_TD: Tensor, streams_TND: Tensor, post_TN: Tensor, comb_TNN: Tensor) -> Tensor:
-        """X'_k = post_k y + sum_j comb[j, k] X_j, one cast at the end."""
-        scaled = post_TN.unsqueeze(-1) * y_TD.float().unsqueeze(1)
-        mixed = torch.baddbmm(scaled, comb_TNN.transpose(1, 2), streams_TND.float())
-        return mixed.to(streams_TND.dtype)
+    def pre(
+        self, streams_TND: Tensor, norm: RMSNorm, kernels: KernelSet
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """-> normed sub-block input [T, D] in the streams' dtype, post [T, N], comb [T, N, N]."""
+        cfg = self.config
+        return kernels.mix.pre(
+            streams_TND, MixWeights(self.fn, self.base, self.scale), norm=norm.weight, eps=norm.eps, hc_eps=cfg.hc_eps,
+            iterations=cfg.hc_sinkhorn_iters,
+        )  # fmt: skip
 
     def own_tensors(self) -> Iterator[tuple[str, OfficialTensor]]:
         for part in ("fn", "base", "scale"):
@@ -84,11 +53,14 @@ class HyperHead(OfficialModule):
         self.base = frozen_parameter(torch.zeros(n))
         self.scale = frozen_parameter(torch.ones(1))
 
-    def forward(self, streams_TND: Tensor, kernels: KernelSet) -> Tensor:
-        cfg = self.config
-        streams32, z = stream_statistics(streams_TND, self.fn, cfg.rms_norm_eps, kernels)
-        weights_TN = sigmoid(z * self.scale + self.base) + cfg.hc_eps
-        return weighted_sum(weights_TN, streams32).to(streams_TND.dtype)
+    def forward(self, streams_TND: Tensor, norm: RMSNorm, kernels: KernelSet) -> Tensor:
+        return kernels.mix.head(
+            streams_TND,
+            MixWeights(self.fn, self.base, self.scale),
+            norm=norm.weight,
+            eps=norm.eps,
+            hc_eps=self.config.hc_eps,
+        )
 
     def own_tensors(self) -> Iterator[tuple[str, OfficialTensor]]:
         for part in ("fn", "base", "scale"):

@@ -41,9 +41,10 @@ class Indexer(OfficialModule):
             projected[:, self.compressor.width :],
         )
         self.compressor(keys, meta, meta.index, self.rounding, kernels)
-        q_THC = kernels.rope.rotate(queries.unflatten(-1, (self.heads, self.dim)), meta.rope)
-        q_THC = kernels.score.round_queries(q_THC, self.rounding)
-        weights_TH = weights_TH * (self.dim**-0.5 * self.heads**-0.5)
+        q_THC, weights_TH = kernels.score.queries(
+            queries.unflatten(-1, (self.heads, self.dim)), weights_TH, rope=meta.rope,
+            rounding=self.rounding, scale=self.dim**-0.5 * self.heads**-0.5, view=inputs.view,
+        )  # fmt: skip
         for first in range(0, q_THC.shape[0], inputs.tile_tokens):
             tile = slice(first, first + inputs.tile_tokens)
             scores_tN = meta.workspace.score_tile(q_THC[tile].shape[0], inputs.max_entries)

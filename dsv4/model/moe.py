@@ -11,18 +11,8 @@ import torch
 from torch import Tensor
 
 from dsv4.config import LayerConfig, ModelConfig
-from dsv4.kernels.base import KernelSet
-from dsv4.kernels.experts_ref import swiglu
+from dsv4.kernels.base import ExpertWeights, KernelSet
 from dsv4.model.official import OfficialModule, OfficialTensor, Stored, frozen_parameter
-
-SOFTPLUS_THRESHOLD = 20.0  # as in torch: identity above
-
-
-def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)) composed of operations whose result does not depend on a value's place in memory."""
-    return torch.where(
-        x > SOFTPLUS_THRESHOLD, x, torch.log1p(torch.exp(x.clamp(max=SOFTPLUS_THRESHOLD)))
-    )
 
 
 class Router(OfficialModule):
@@ -43,14 +33,11 @@ class Router(OfficialModule):
         self, x_TD: Tensor, token_ids_T: Tensor, kernels: KernelSet
     ) -> tuple[Tensor, Tensor]:
         """-> expert indices [T, K] int64, weights [T, K] fp32."""
-        scores_TE = softplus(kernels.linear.linear(x_TD.float(), self.weight)).sqrt_()
-        if self.hashed:
-            chosen_TK = self.tid2eid[token_ids_T]
-        else:
-            chosen_TK = torch.topk(scores_TE + self.bias, self.topk, dim=-1).indices
-        weights_TK = scores_TE.gather(-1, chosen_TK)
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        return chosen_TK, weights_TK * self.factor
+        return kernels.experts.route(
+            x_TD, self.weight, topk=self.topk, factor=self.factor, token_ids_T=token_ids_T,
+            bias_E=None if self.hashed else self.bias,
+            table_VK=self.tid2eid if self.hashed else None,
+        )  # fmt: skip
 
     def own_tensors(self) -> Iterator[tuple[str, OfficialTensor]]:
         yield "weight", OfficialTensor(self.weight, "bf16")
@@ -76,12 +63,8 @@ class MoE(OfficialModule):
 
     def forward(self, x_TD: Tensor, token_ids_T: Tensor, kernels: KernelSet) -> Tensor:
         chosen_TK, weights_TK = self.gate(x_TD, token_ids_T, kernels)
-        y_TD = kernels.experts.experts(
-            x_TD, chosen_TK, weights_TK, self.w13_EID, self.w2_EDI, limit=self.limit
-        )
-        gate_up = kernels.linear.linear(x_TD, self.shared_w13).float()
-        shared = kernels.linear.linear(swiglu(gate_up, self.limit).to(x_TD.dtype), self.shared_w2)
-        return (y_TD + shared.float()).to(x_TD.dtype)
+        weights = ExpertWeights(self.w13_EID, self.w2_EDI, self.shared_w13, self.shared_w2)
+        return kernels.experts.experts(x_TD, chosen_TK, weights_TK, weights, limit=self.limit)
 
     def own_tensors(self) -> Iterator[tuple[str, OfficialTensor]]:
         inter = self.shared_w2.shape[1]

@@ -43,14 +43,16 @@ class MTPBlock(Block):
     ) -> tuple[Tensor, Tensor]:
         """-> (normed hidden [T, D] for the shared head, the block's own output streams [T, N, D])."""
         linear = kernels.linear.linear
-        u_TD = linear(self.enorm(next_embedding_TD), self.e_proj)
-        mixed = linear(self.hnorm(streams_TND).flatten(0, 1), self.h_proj).view_as(streams_TND)
+        u_TD = linear(self.enorm(next_embedding_TD, kernels), self.e_proj)
+        mixed = linear(self.hnorm(streams_TND, kernels).flatten(0, 1), self.h_proj).view_as(
+            streams_TND
+        )
         block_in = u_TD.unsqueeze(1) + mixed
         out = self(block_in, next_ids_T, meta, kernels)
         if probe is not None:
             probe("mtp.block_in", self.index, block_in)
             probe("mtp.block_out", self.index, out)
-        return self.norm(self.hc_head(out, kernels)), out
+        return self.hc_head(out, self.norm, kernels), out
 
     def own_tensors(self) -> Iterator[tuple[str, OfficialTensor]]:
         yield "e_proj.weight", OfficialTensor(self.e_proj, "fp8")

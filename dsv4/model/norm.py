@@ -1,4 +1,4 @@
-"""RMSNorm: fp32 statistics, weight multiplied in fp32, one cast at the end (spec/architecture.md section 0)."""
+"""RMSNorm: the parameter; the arithmetic is a kernel's (spec/architecture.md section 0)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dsv4.kernels.base import KernelSet
 from dsv4.model.official import OfficialModule, OfficialTensor, frozen_parameter
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] of any float dtype, weight [D] -> x's shape and dtype."""
-    return torch.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
 class RMSNorm(OfficialModule):
@@ -21,8 +17,9 @@ class RMSNorm(OfficialModule):
         self.eps = eps
         self.weight = frozen_parameter(torch.ones(dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, kernels: KernelSet) -> Tensor:
+        """x [..., D] -> the same shape and dtype."""
+        return kernels.norm.norm(x, self.weight, self.eps)
 
     def own_tensors(self) -> Iterator[tuple[str, OfficialTensor]]:
         yield "weight", OfficialTensor(self.weight, "bf16")

@@ -4,7 +4,7 @@
 |---|---|---|
 | KVPoolConformance | pool_config_type | dsv4.pool.base.KVPool |
 | MetadataBuilderConformance | pool_config_type | dsv4.metadata.base.MetadataBuilder |
-| RopeConformance ... ExpertsConformance | kernel | the op of that name in dsv4.kernels.base |
+| StoreConformance ... ExpertsConformance | kernel | the op of that name in dsv4.kernels.base |
 
 Expected values come from plain loops in float64 and from token ids, never from the code under test. All suites take an
 optional fixture `device`. They need pytest: `pip install "dsv4[testing]"`.
@@ -23,7 +23,7 @@ except ImportError as error:
 # Before the suites are imported, so that their asserts explain themselves.
 _ASSERTING = (
     "attention builder compare compress experts kernel_setup linear memory mix player pool "
-    "pool_history pool_setup rope score select store"
+    "norm pool_history pool_setup score select store"
 )
 pytest.register_assert_rewrite(*(f"dsv4.testing.{name}" for name in _ASSERTING.split()))
 
@@ -33,8 +33,8 @@ from dsv4.testing.compress import CompressConformance  # noqa: E402
 from dsv4.testing.experts import ExpertsConformance  # noqa: E402
 from dsv4.testing.linear import LinearConformance  # noqa: E402
 from dsv4.testing.mix import MixConformance  # noqa: E402
+from dsv4.testing.norm import NormConformance  # noqa: E402
 from dsv4.testing.pool import KVPoolConformance  # noqa: E402
-from dsv4.testing.rope import RopeConformance  # noqa: E402
 from dsv4.testing.score import ScoreConformance  # noqa: E402
 from dsv4.testing.select import SelectConformance  # noqa: E402
 from dsv4.testing.store import StoreConformance  # noqa: E402
@@ -47,7 +47,7 @@ __all__ = [
     "LinearConformance",
     "MetadataBuilderConformance",
     "MixConformance",
-    "RopeConformance",
+    "NormConformance",
     "ScoreConformance",
     "SelectConformance",
     "StoreConformance",

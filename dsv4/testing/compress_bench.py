@@ -6,6 +6,7 @@ S fold segments, J fold steps.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -20,7 +21,7 @@ from dsv4.pool.formats import PlainRows
 from dsv4.testing import reference
 from dsv4.testing.expected import ExpectedForward, Sizes
 from dsv4.testing.kernel_setup import INDEX_FORMATS, ROW_FORMATS, ints, rope_table
-from dsv4.testing.memory import GuardedView, guarded_view, tensor_bytes
+from dsv4.testing.memory import GuardedView, guarded_view, poisoned, tensor_bytes
 from dsv4.testing.models import small_model
 from dsv4.testing.script import EPS, Script, ScriptedCompressor
 
@@ -126,6 +127,9 @@ class CompressBench:
             state_view=self.state.view,
             entry_view=self.table.view,
             entry_loc_E=ints([*locs, *[-1] * spare_lanes], self.device),
+            pooled_EC=poisoned(
+                [len(locs) + spare_lanes, self.compressor.dim], torch.float32, self.device
+            ),
             accumulator_view=self.accumulators.view if self.variant.kind is LayerKind.HCA else None,
         )
         positions = [self.variant.ratio * c.entry for c in closing] + [0] * spare_lanes
@@ -166,6 +170,7 @@ class CompressBench:
         shaped = torch.tensor(sources, dtype=torch.int32, device=self.device)
         return OverlapPlan(
             ratio=ratio,
+            in_place=max(plan.batch.query_lengths, default=0) <= self.variant.margin,
             ape_row_T=ints([t.position % ratio for t in plan.tokens], self.device),
             state_loc_T=ints(plan.state_loc(LayerKind.CSA, ratio), self.device),
             source_EM=shaped.view(-1, 2 * ratio),
@@ -182,8 +187,15 @@ class CompressBench:
         positions = [_padded([p for p, _ in places], steps, 0) for _, _, places in segments]
         self._note(plan, sources)
         requests = range(len(plan.batch.slots))
+        closing = [c.request for c in plan.closing(ratio)]
+        starts = [0, *itertools.accumulate(plan.batch.query_lengths)]
         return FoldPlan(
             ratio=ratio,
+            in_place=max(plan.batch.query_lengths, default=0) <= self.variant.margin,
+            starts_B1=ints(starts, device),
+            closing_indptr_B1=ints(
+                [sum(c < b for c in closing) for b in range(len(starts))], device
+            ),
             ape_row_T=ints([t.position % ratio for t in plan.tokens], device),
             state_loc_T=ints(plan.state_loc(LayerKind.HCA, ratio), device),
             source_SJ=torch.tensor(sources, dtype=torch.int32, device=device),

@@ -16,12 +16,31 @@ from dsv4.kernels.base import Rounding, ScoreKernel
 from dsv4.metadata.plans import ScoreInputs
 from dsv4.pool.geometry import PagedRows
 from dsv4.testing import reference
-from dsv4.testing.kernel_setup import INDEX_FORMATS, KernelSetup, Randn, ints, within_a_step
+from dsv4.testing.kernel_setup import INDEX_FORMATS, KernelSetup, Randn, ints, rope_table
 from dsv4.testing.memory import guarded_view, poisoned, strided
 
 DIM, PER_PAGE, NUM_PAGES = 32, 3, 11
 PAGES = [[4, 0, 9, -1], [7, 10, 1, 3], [2, -1, -1, -1]]
 """Pages of three slots, scattered; page 5, 6 and 8 are nobody's."""
+
+
+TURNS = [1.0, 0.1, 0.003]
+
+
+def _query(
+    head: Sequence[float], position: int, dtype: torch.dtype, rounding: Rounding, fp8: bool
+) -> list[float]:
+    """One query as the scorer should read it, float64."""
+    values = reference.as_dtype(reference.rotated(head, [position * turn for turn in TURNS]), dtype)
+    if rounding is Rounding.HADAMARD_FP4:
+        values = reference.as_dtype(reference.hadamard(values), dtype)
+        values = reference.block_rounded(
+            values, block=32, codes=reference.E2M1, floor=6 * 2.0**-126
+        )
+    if fp8:
+        values = reference.as_dtype(values, torch.bfloat16)
+        values = reference.block_rounded(values, block=DIM, codes=reference.E4M3, floor=1e-4)
+    return list(values)
 
 
 @frozen(kw_only=True, eq=False)
@@ -81,6 +100,16 @@ class Case:
         return wanted_TN
 
 
+def read_by(
+    kernel: ScoreKernel, q_THD: Tensor, weights_TH: Tensor, case: Case
+) -> tuple[Tensor, Tensor]:
+    """Queries at position 0, unrounded, as the scorer reads them."""
+    rope = rope_table([0] * q_THD.shape[0], TURNS, q_THD.device)
+    return kernel.queries(
+        q_THD.clone(), weights_TH.clone(), rope=rope, rounding=Rounding.NONE, scale=1.0, view=case.inputs.view
+    )  # fmt: skip
+
+
 def _most(slots: Sequence[int], visible: Sequence[int]) -> list[int]:
     pairs = list(zip(slots, visible, strict=True))
     return [max((v for s, v in pairs if s == slot), default=0) for slot in range(len(PAGES))]
@@ -106,10 +135,19 @@ class ScoreConformance(KernelSetup[ScoreKernel]):
         case = Case.build(requests, name, randn)
         tokens = len(case.slots)
         q_THD, weights_TH = randn(tokens, 3, DIM), randn(tokens, 3)
-        for q, weights in ((q_THD, weights_TH), (strided(q_THD), strided(weights_TH))):
+        wanted_THD = q_THD.double()
+        if name == "fp8":
+            heads = [
+                _query(head, 0, q_THD.dtype, Rounding.NONE, fp8=True)
+                for head in wanted_THD.flatten(0, 1).tolist()
+            ]
+            wanted_THD = torch.tensor(heads, dtype=torch.float64).view(q_THD.shape)
+        wanted_TN = case.expected(wanted_THD, weights_TH)
+        q, weights = read_by(kernel, q_THD, weights_TH, case)
+        for given in ((q, weights), (strided(q), strided(weights))):
             out_TN = poisoned([tokens, case.inputs.max_entries], torch.float32, q.device)
-            kernel.score(q, weights, case.inputs, first_token=0, out_TN=out_TN)
-            self.close(out_TN, case.expected(q_THD, weights_TH), scale=40)
+            kernel.score(*given, case.inputs, first_token=0, out_TN=out_TN)
+            self.close(out_TN, wanted_TN, scale=40)
 
     @pytest.mark.parametrize("requests", [DECODE, RAGGED], ids=["decode", "ragged"])
     def test_2_other_lanes_are_minus_infinity(
@@ -142,27 +180,39 @@ class ScoreConformance(KernelSetup[ScoreKernel]):
             self.close(out_TN, wanted_TN[own], scale=40)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_1_queries_are_rounded_as_the_keys_are(
-        self, kernel: ScoreKernel, randn: Randn, dtype: torch.dtype
+    @pytest.mark.parametrize("name", ["fp32", "bf16", "fp8", "fp4"])
+    @pytest.mark.parametrize("rounding", [Rounding.NONE, Rounding.HADAMARD_FP4])
+    def test_3_queries_take_the_keys_form(
+        self, kernel: ScoreKernel, randn: Randn, dtype: torch.dtype, name: str, rounding: Rounding
     ) -> None:
-        """1. Rounded queries are fp32: as they are, or Hadamard and fp4 per 32."""
-        q_THD = randn(6, 2, 64).to(dtype)
-        plain = kernel.round_queries(q_THD, Rounding.NONE)
-        assert plain.dtype == torch.float32
-        assert torch.equal(plain, q_THD.float())
-        rows = q_THD.double().flatten(0, 1).tolist()
-        wanted = [
-            reference.rounded(reference.as_dtype(reference.hadamard(row), dtype), Rounding.NONE, rope_dim=0)
-            for row in rows
-        ]  # fmt: skip
-        wanted = [
-            reference.block_rounded(row, block=32, codes=reference.E2M1, floor=6 * 2.0**-126)
-            for row in wanted
-        ]
-        rounded = kernel.round_queries(q_THD, Rounding.HADAMARD_FP4)
-        assert rounded.dtype == torch.float32
-        wanted_TD = torch.tensor(wanted, dtype=torch.float64)
-        within_a_step(rounded.flatten(0, 1), wanted_TD, step=0.5, share=0.02)
+        """3. Queries are rotated, rounded as the keys are, and e4m3 with one scale a head for fp8 keys; seen through
+        the scores of keys that pick one channel each."""
+        case = Case.build([(0, 2, 3), (1, 1, 18)], name, randn)
+        device, heads = randn(1).device, 2
+        q_THD, weights_TH = randn(3, heads, DIM).to(dtype), randn(3, heads)
+        rope = rope_table([3, 4, 18], TURNS, device)
+        wanted_THD = torch.tensor(
+            [
+                [_query(head, angle, dtype, rounding, name == "fp8") for head in token]
+                for token, angle in zip(q_THD.double().tolist(), [3, 4, 18], strict=True)
+            ],
+            dtype=torch.float64,
+        )
+        wide = torch.cat([randn(3, 5).to(dtype), q_THD.flatten(1)], 1)
+        given_THD = wide[:, 5:].unflatten(1, (heads, DIM))
+        out = kernel.queries(
+            given_THD, strided(weights_TH), rope=rope, rounding=rounding, scale=0.25, view=case.inputs.view
+        )  # fmt: skip
+        out_TN = poisoned([3, case.inputs.max_entries], torch.float32, device)
+        kernel.score(*out, case.inputs, first_token=0, out_TN=out_TN)
+        exact_TN = case.expected(wanted_THD, weights_TH.double().cpu() * 0.25)
+        seen = torch.isfinite(exact_TN)
+        assert torch.equal(torch.isfinite(out_TN).cpu(), seen)
+        error = (out_TN.cpu().double() - exact_TN)[seen].abs()
+        size = exact_TN[seen].abs().max()
+        # a value beside a rounding border may fall on its other side: one code of one channel
+        assert error.max() <= 0.1 * size, f"error {error.max():.3g} of {size:.3g}"
+        assert error.median() <= 2e-4 * size
 
     def test_2_no_entries_and_no_tokens(self, kernel: ScoreKernel, randn: Randn) -> None:
         """2. A forward in which nothing is visible yet."""

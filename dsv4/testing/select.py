@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.base import SelectKernel
+from dsv4.metadata.buffers import select_scratch
 from dsv4.metadata.plans import IndexStream, ScoreInputs, SelectOutput
 from dsv4.pool.base import KVView
 from dsv4.pool.formats import PlainRows
@@ -68,7 +69,8 @@ class SelectConformance(KernelSetup[SelectKernel]):
         )
         stream = IndexStream(ints(starts, device), buffer[: tokens * width], width, final=False)
         lane_TK = torch.tensor(lanes, dtype=torch.int32, device=device).view(tokens, width)
-        output = SelectOutput(stream=stream, lane_TK=lane_TK, rows=paged)
+        scratch = poisoned([select_scratch(scores_TN.numel(), tokens, width)], torch.int32, device)
+        output = SelectOutput(stream=stream, scratch=scratch, lane_TK=lane_TK, rows=paged)
         inputs = ScoreInputs(
             view=KVView(torch.empty(0, 1), 0, PlainRows(torch.float32, 1)),
             keys=paged,

@@ -16,7 +16,7 @@ from dsv4.kernels.compress_ref import TorchCompress
 from dsv4.kernels.experts_ref import TorchExperts
 from dsv4.kernels.linear_ref import TiledLinear, TorchLinear
 from dsv4.kernels.mix_ref import TorchMix
-from dsv4.kernels.rope_ref import TorchRope
+from dsv4.kernels.norm_ref import TorchNorm
 from dsv4.kernels.score_ref import TorchScore
 from dsv4.kernels.select_ref import TorchSelect
 from dsv4.kernels.store_ref import TorchStore
@@ -32,7 +32,7 @@ from dsv4.testing import (
     LinearConformance,
     MetadataBuilderConformance,
     MixConformance,
-    RopeConformance,
+    NormConformance,
     ScoreConformance,
     SelectConformance,
     StoreConformance,
@@ -147,15 +147,6 @@ class GivesKernel:
         return self.op
 
 
-class BackwardsRope(TorchRope):
-    def rotate(self, x: Tensor, rope: Any, *, inverse: bool = False) -> Tensor:
-        return super().rotate(x, rope, inverse=not inverse)
-
-
-class TestBackwardsRope(GivesKernel, RopeConformance):
-    op = BackwardsRope()
-
-
 class UnroundedFresh(TorchStore):
     """Chunk tokens are read as they were before the row format rounded them; -1 counts from the end."""
 
@@ -245,12 +236,25 @@ class TestBoastfulLinear(GivesKernel, LinearConformance):
 
 
 class ShortMix(TorchMix):
-    def sinkhorn(self, logits_TNN: Tensor, *, iterations: int, eps: float) -> Tensor:
-        return super().sinkhorn(logits_TNN, iterations=iterations, eps=0.0)
+    """Adds eps to the statistics alone."""
+
+    def pre(self, streams_TND: Tensor, weights: Any, **options: Any) -> tuple[Tensor, ...]:
+        return super().pre(streams_TND, weights, **{**options, "hc_eps": 0.0})
 
 
 class TestShortMix(GivesKernel, MixConformance):
-    op = ShortMix()
+    op = ShortMix(TiledLinear())
+
+
+class CastFirst(TorchNorm):
+    """Rounds before the weight is multiplied."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return super().norm(x, torch.ones_like(weight), eps) * weight.to(x.dtype)
+
+
+class TestCastFirst(GivesKernel, NormConformance):
+    op = CastFirst()
 
 
 class UnclampedExperts(TorchExperts):

@@ -12,7 +12,7 @@ from dsv4.testing import (
     ExpertsConformance,
     LinearConformance,
     MixConformance,
-    RopeConformance,
+    NormConformance,
     ScoreConformance,
     SelectConformance,
     StoreConformance,
@@ -34,8 +34,8 @@ class OneOp:
         return getattr(kernels, self.op)
 
 
-class TestRope(OneOp, RopeConformance):
-    op = "rope"
+class TestNorm(OneOp, NormConformance):
+    op = "norm"
 
 
 class TestStore(OneOp, StoreConformance):

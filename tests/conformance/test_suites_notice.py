@@ -16,15 +16,15 @@ BROKEN = {
     "TestGenerous": ["test_07_rollback_works_iff_within_the_margin", "test_07_nothing_below"],
     "TestLeaky": ["test_02_estimate_equals", "test_04_reserve_makes_positions"],
     "TestStale": ["test_2_fill_has_no_effect", "test_6_swa_loc_for_is_exact"],
-    "TestBackwardsRope": ["test_1_rotates", "test_2_inverse"],
     "TestUnroundedFresh": ["test_3_fresh_holds_exactly", "test_4_rows_are_written_only"],
     "TestEagerState": ["test_2_state_is_written_after", "test_3_entries_are_written_only"],
     "TestOpenScore": ["test_1_score", "test_2_other_lanes"],
     "TestLateSelect": ["test_2_nan"],
     "TestTwoSinks": ["test_2_the_sink", "test_4_an_index"],
     "TestBoastfulLinear": ["test_2_a_rows_bits"],
-    "TestShortMix": ["test_1_row_softmax"],
-    "TestUnclampedExperts": ["test_1_y_is", "test_1_the_clamp"],
+    "TestShortMix": ["test_1_and_2_pre"],
+    "TestCastFirst": ["test_1_the_one_cast"],
+    "TestUnclampedExperts": ["test_2_y_is", "test_2_the_clamp"],
 }
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from dsv4.kernels.attend_ref import TorchAttention
 from dsv4.kernels.base import Rounding
 from dsv4.kernels.compress_ref import TorchCompress
-from dsv4.kernels.mix_ref import TorchMix
-from dsv4.kernels.rope_ref import TorchRope
+from dsv4.kernels.mix_ref import sinkhorn
+from dsv4.kernels.rope_ref import rotate
 from dsv4.kernels.score_ref import TorchScore
 from dsv4.kernels.select_ref import TorchSelect
 from dsv4.kernels.store_ref import TorchStore
@@ -54,8 +54,8 @@ def turns(*cos_sin: tuple[float, float]) -> RopeTable:
 def test_a_quarter_turn_takes_the_first_of_a_pair_to_the_second() -> None:
     x = torch.tensor([[7.0, 1.0, 0.0], [7.0, 2.0, 3.0]])
     rope = turns(QUARTER, QUARTER)
-    assert TorchRope().rotate(x, rope).tolist() == [[7.0, 0.0, 1.0], [7.0, -3.0, 2.0]]
-    assert TorchRope().rotate(x, rope, inverse=True).tolist() == [[7, 0.0, -1.0], [7.0, 3.0, -2.0]]
+    assert rotate(x, rope).tolist() == [[7.0, 0.0, 1.0], [7.0, -3.0, 2.0]]
+    assert rotate(x, rope, inverse=True).tolist() == [[7, 0.0, -1.0], [7.0, 3.0, -2.0]]
 
 
 def test_store_norms_then_weighs_then_turns() -> None:
@@ -132,7 +132,9 @@ def test_scores_clip_each_head_then_weigh(deterministic: bool) -> None:
 def test_select_takes_two_of_four_in_entry_order() -> None:
     paged = PagedRows(block_table=ints(5, 2).unsqueeze(0), rows_per_page=2, base=100)
     stream = IndexStream(ints(0, 2, 3), torch.full((4,), 2**31 - 1, dtype=torch.int32), 2)
-    output = SelectOutput(stream=stream, lane_TK=ints(0, 1, 2, 3).view(2, 2), rows=paged)
+    output = SelectOutput(
+        stream=stream, scratch=ints(*[0] * 32), lane_TK=ints(0, 1, 2, 3).view(2, 2), rows=paged
+    )
     inputs = ScoreInputs(
         view=view_of([[0.0]]),
         keys=paged,
@@ -155,9 +157,11 @@ def test_an_overlapping_entry_pools_a_of_the_window_before_and_b_of_its_own() ->
         state_view=view_of([[NAN] * 8, [6.0, 6.0, NAN, NAN, 0.0, 0.0, NAN, NAN]]),
         entry_view=view_of([[NAN, NAN]] * 2),
         entry_loc_E=ints(1),
+        pooled_EC=torch.full((4, 4), NAN),
     )
     plan = OverlapPlan(
         ratio=1,
+        in_place=True,
         ape_row_T=ints(0),
         state_loc_T=ints(0),
         source_EM=ints(1, 2).unsqueeze(0),
@@ -188,10 +192,14 @@ def test_a_fold_goes_on_from_its_accumulator_and_leaves_the_rest_of_the_window()
         state_view=view_of([[7.0, 11.0, 0.0, 0.0]]),
         entry_view=view_of([[NAN, NAN]]),
         entry_loc_E=ints(0),
+        pooled_EC=torch.full((4, 4), NAN),
         accumulator_view=accumulators,
     )
     plan = FoldPlan(
         ratio=3,
+        in_place=True,
+        starts_B1=ints(0, 2),
+        closing_indptr_B1=ints(0, 1),
         ape_row_T=ints(2, 0),
         state_loc_T=ints(-1, 0),
         source_SJ=ints(0, 1, -1, -1).view(2, 2),
@@ -224,5 +232,5 @@ def test_a_fold_goes_on_from_its_accumulator_and_leaves_the_rest_of_the_window()
 def test_one_sinkhorn_step_normalises_columns_last() -> None:
     """softmax rows (1/2, 1/2) and (1/4, 3/4), then columns by 3/4 and 5/4."""
     logits_TNN = torch.tensor([[[0.0, 0.0], [0.0, math.log(3)]]])
-    out_TNN = TorchMix().sinkhorn(logits_TNN, iterations=1, eps=0.0)
+    out_TNN = sinkhorn(logits_TNN, iterations=1, eps=0.0)
     assert torch.allclose(out_TNN, torch.tensor([[[2 / 3, 2 / 5], [1 / 3, 3 / 5]]]))

@@ -101,6 +101,7 @@ def select_output(num_visible: Sequence[int], topk: int, entries: int) -> Select
     indices = torch.full((len(sizes) * topk_width,), POISON_INT, dtype=torch.int32)
     return SelectOutput(
         stream=IndexStream(indptr, indices, topk_width),
+        scratch=torch.full((4096,), 2**31 - 1, dtype=torch.int32),
         lane_TK=torch.tensor(lanes, dtype=torch.int32).view(len(sizes), topk_width),
         rows=one_page(entries),
     )
