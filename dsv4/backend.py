@@ -11,7 +11,7 @@ from attrs import frozen
 from dsv4 import registry
 from dsv4.config import BackendConfig, ModelConfig, PoolConfig, kernels_from_env
 from dsv4.errors import ConfigError, KernelError
-from dsv4.kernels.base import KernelFamily, KernelSet
+from dsv4.kernels.base import KernelSet
 from dsv4.log import get_logger
 from dsv4.metadata.base import MetadataBuilder
 from dsv4.pool.base import KVPool, MemoryReport
@@ -99,39 +99,49 @@ class Backend:
 
 
 def build_kernels(model: ModelConfig, config: BackendConfig, device: torch.device) -> KernelSet:
-    """The configured set with its overrides; `auto` takes the first of PREFERENCE that can run."""
-    name = kernels_from_env(config.kernels)
-    if name == "auto":
-        usable = (n for n, why in reasons(model, config.pool, device).items() if why is None)
-        name = next(n for n in usable if registry.kernel_family(n).only_by_name(device) is None)
-    kernel_set = _usable(name, model, config, device).build(deterministic=config.deterministic)
-    replaced = {
-        op: getattr(
-            _usable(other, model, config, device).build(deterministic=config.deterministic), op
-        )
-        for op, other in config.overrides.items()
-        if _known_op(op)
+    """Each op from the set that its override or `kernels` names; `auto` takes the first of PREFERENCE that can."""
+    unknown = [op for op in config.overrides if op not in KernelSet.OPS]
+    if unknown:
+        known = ", ".join(KernelSet.OPS)
+        raise ConfigError(f"overrides: {unknown[0]!r} is no op; known ops are {known}")
+    wanted = kernels_from_env(config.kernels)
+    served = {
+        op: _usable(config.overrides.get(op, wanted), op, model, config.pool, device)
+        for op in KernelSet.OPS
     }
-    return attrs.evolve(kernel_set, **replaced)
+    sets = {
+        name: registry.kernel_family(name).build(deterministic=config.deterministic)
+        for name in set(served.values())
+    }
+    # the set that attends gives its name: what users ask is which attention runs
+    return attrs.evolve(
+        sets[served["attend"]], **{op: getattr(sets[name], op) for op, name in served.items()}
+    )
 
 
-def reasons(model: ModelConfig, pool: PoolConfig, device: torch.device) -> dict[str, str | None]:
-    """Why each kernel set of PREFERENCE that is installed cannot run; None = it can."""
+def reasons(
+    op: str, model: ModelConfig, pool: PoolConfig, device: torch.device
+) -> dict[str, str | None]:
+    """In the order in which `auto` asks: why each installed kernel set would not run an op; None = it would."""
     names = [n for n in PREFERENCE if n in registry.kernel_set_names()]
-    return {n: registry.kernel_family(n).why_not(device, model, pool) for n in names}
+    return {name: _why_not(name, op, model, pool, device, auto=True) for name in names}
 
 
-def _usable(
-    name: str, model: ModelConfig, config: BackendConfig, device: torch.device
-) -> type[KernelFamily]:
+def _why_not(
+    name: str, op: str, model: ModelConfig, pool: PoolConfig, device: torch.device, *, auto: bool
+) -> str | None:
     family = registry.kernel_family(name)
-    reason = family.why_not(device, model, config.pool)
+    reason = family.why_not_op(op, device, model, pool)
+    return reason or (family.only_by_name(device) if auto else None)
+
+
+def _usable(name: str, op: str, model: ModelConfig, pool: PoolConfig, device: torch.device) -> str:
+    """The set that serves an op."""
+    if name == "auto":
+        return next(n for n, why in reasons(op, model, pool, device).items() if why is None)
+    reason = _why_not(name, op, model, pool, device, auto=False)
     if reason is not None:
-        raise KernelError(f"kernels {name!r}: {reason}; choose another set or kernels='auto'")
-    return family
-
-
-def _known_op(op: str) -> bool:
-    if op not in KernelSet.OPS:
-        raise ConfigError(f"overrides: {op!r} is no op; known ops are {', '.join(KernelSet.OPS)}")
-    return True
+        raise KernelError(
+            f"kernels {name!r}, op {op}: {reason}; choose another set or kernels='auto'"
+        )
+    return name

@@ -29,7 +29,10 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "unified": "dsv4.config.pool:UnifiedPoolConfig",
         "three-pool": "dsv4.config.pool:ThreePoolConfig",
     },
-    KERNEL_GROUP: {"torch": "dsv4.kernels.torch_set:TorchKernels"},
+    KERNEL_GROUP: {
+        "torch": "dsv4.kernels.torch_set:TorchKernels",
+        "triton": "dsv4.kernels.triton_set:TritonKernels",
+    },
 }
 
 

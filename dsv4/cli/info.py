@@ -13,8 +13,9 @@ import torch
 
 import dsv4
 from dsv4 import registry
+from dsv4.backend import reasons
 from dsv4.cli.arguments import Commands, add_command, add_json, print_json
-from dsv4.config import ModelConfig, UnifiedPoolConfig
+from dsv4.config import ModelConfig, PoolConfig, UnifiedPoolConfig
 from dsv4.errors import Dsv4Error
 from dsv4.kernels.base import KernelSet
 
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
             name: {device: _kernels(name, torch.device(device)) for device in devices}
             for name in registry.kernel_set_names()
         },
+        "auto": {device: _auto(torch.device(device)) for device in devices},
     }
     if args.json:
         print_json(document)
@@ -82,21 +84,43 @@ def _pool(name: str) -> dict[str, str | None]:
 
 def _kernels(name: str, device: torch.device) -> dict[str, Any]:
     """Whether a set runs on a device, on the released model, and which class serves each op."""
-    model = ModelConfig.preset("flash")
-    pool = UnifiedPoolConfig(max_requests=1, max_context=1).resolved(model)
+    model, pool = _released()
     try:
         family = registry.kernel_family(name)
         reason = family.why_not(device, model, pool)
+        reasons = {op: family.why_not_op(op, device, model, pool) for op in KernelSet.OPS}
         kernels = family.build(deterministic=False) if reason is None else None
     except Dsv4Error as error:
         reason, kernels = str(error), None
-    ops = {op: _op(kernels, op, reason) for op in KernelSet.OPS}
+        reasons = dict.fromkeys(KernelSet.OPS, reason)
+    ops = {op: _op(kernels, op, reasons[op]) for op in KernelSet.OPS}
     return {"usable": reason is None, "why_not": reason, "ops": ops}
 
 
+def _released() -> tuple[ModelConfig, PoolConfig]:
+    model = ModelConfig.preset("flash")
+    return model, UnifiedPoolConfig(max_requests=1, max_context=1).resolved(model)
+
+
 def _op(kernels: KernelSet | None, op: str, reason: str | None) -> dict[str, str | None]:
-    served_by = None if kernels is None else type(getattr(kernels, op)).__name__
-    return {"class": served_by, "why_not": reason}
+    if kernels is None:
+        return {"class": None, "why_not": reason}
+    kernel = getattr(kernels, op)
+    # fill is a class: each metadata builder makes its own
+    served_by = kernel if isinstance(kernel, type) else type(kernel)
+    return {"class": served_by.__name__, "why_not": reason}
+
+
+def _auto(device: torch.device) -> dict[str, Any]:
+    """What `kernels="auto"` runs for each op, and why not the sets that it would rather take."""
+    model, pool = _released()
+    chosen: dict[str, Any] = {}
+    for op in KernelSet.OPS:
+        asked = reasons(op, model, pool, device)
+        runs = next(name for name, why in asked.items() if why is None)
+        earlier = list(asked)[: list(asked).index(runs)]
+        chosen[op] = {"runs": runs, "why_not": {name: asked[name] for name in earlier}}
+    return chosen
 
 
 def _print(document: Mapping[str, Any]) -> None:
@@ -114,3 +138,13 @@ def _print(document: Mapping[str, Any]) -> None:
             for op, served in kernels["ops"].items():
                 if served["class"]:
                     print(f"      {op:9} {served['class']}")
+    print("\nkernels auto")
+    for device, chosen in document["auto"].items():
+        alike: dict[tuple[str, str], list[str]] = {}
+        for op, served in chosen.items():
+            others = "; ".join(f"not {name}: {why}" for name, why in served["why_not"].items())
+            alike.setdefault((served["runs"], others), []).append(op)
+        for (runs, others), ops in alike.items():
+            print(f"  {device:7} {runs:7} {' '.join(ops)}")
+            if others:
+                print(f"          {others}")

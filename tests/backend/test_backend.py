@@ -42,8 +42,8 @@ def test_the_type_of_the_pool_config_chooses_the_pool(model, config, pool):
 class ForeignBuilder(MetadataBuilder):
     """Has what MetadataBuilder promises, and nothing else."""
 
-    def __init__(self, pool, config):
-        self._inner = TableMetadataBuilder(pool, config)
+    def __init__(self, pool, config, fill=None):
+        self._inner = TableMetadataBuilder(pool, config, fill)
         self._extra = torch.empty(5, dtype=torch.uint8)
         self.metadata, self.computed = self._inner.metadata, self._inner.computed
 
