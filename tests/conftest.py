@@ -9,6 +9,10 @@ import hypothesis
 import pytest
 import torch
 
+# Decided when triton is imported, so before any test imports a kernel: without a GPU they run in the interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 TESTS = Path(__file__).resolve().parent
 
 # Tensors are tiny here and test processes share the cores: more threads only wait for each other.
