@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError
 from dsv4.metadata.rope import inverse_frequencies
+from dsv4.verify.by_layer import LayerCheck
 from dsv4.verify.drafts import PROMPT, check_drafts
 from dsv4.verify.golden import (
     CONFIG,
@@ -96,7 +97,7 @@ class _GoldenModel:
         for file in self.prompts:
             title = f"{name} {pool} {file.stem}"
             yield Job(title, lambda file=file: self._prompt(pool, file), name, pool)  # type: ignore[misc]
-        if (self.folder / DRAFT).is_file():
+        if (self.folder / DRAFT).is_file() and not self.options.by_layer:
             yield Job(f"{name} {pool} mtp", lambda: self._drafts(pool), name, pool)
 
     def check_rope(self) -> Iterator[Check]:
@@ -114,6 +115,9 @@ class _GoldenModel:
 
     def _prompt(self, pool: str, file: Path) -> Iterator[Check]:
         session, plain = self._session(pool)
+        if self.options.by_layer:
+            yield from LayerCheck(session, StoredTensors(file)).checks()
+            return
         yield from PromptCheck(session, StoredTensors(file), self.options, plain).checks()
 
     def _drafts(self, pool: str) -> Iterator[Check]:

@@ -46,6 +46,11 @@ class VerifyOptions:
     """Of the chunkings."""
     deterministic: bool = False
 
+    @property
+    def by_layer(self) -> bool:
+        """bf16 activations: layers one by one, instead of everything to fp32 limits."""
+        return self.dtype == "bfloat16"
+
 
 @frozen(eq=False)
 class Trace:
