@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
@@ -54,7 +54,7 @@ class KernelVariant:
     constexprs: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 2
-    aligned: frozenset[str] = field(default=frozenset(), converter=frozenset)
+    aligned: tuple[str, ...] = ()
     """Arguments that are multiples of 16 (addresses: of 16 bytes)."""
     targets: tuple[str, ...] = tuple(TARGETS)
     """Names of TARGETS on which the launcher chooses this configuration."""
