@@ -108,8 +108,8 @@ def _sum_kernel(
 class TritonExperts(ExpertsKernel):
     """Shapes and grids depend on T, K and E alone: capturable. `linear` computes the router's logits."""
 
-    def __init__(self, linear: LinearKernel) -> None:
-        self._linear = linear
+    def __init__(self, linear: LinearKernel, *, deterministic: bool = False) -> None:
+        self._linear, self._deterministic = linear, deterministic
 
     def route(
         self,
@@ -143,9 +143,7 @@ class TritonExperts(ExpertsKernel):
             return y_TD
         num_experts = weights.w2_EDI.shape[0]
         x_TD, chosen_TK, weights_TK = (_dense_rows(t) for t in (x_TD, chosen_TK, weights_TK))
-        tiles = tiling(
-            x_TD, num_tokens * topk / num_experts, row_invariant=self._linear.row_invariant
-        )
+        tiles = tiling(x_TD, num_tokens * topk / num_experts, row_invariant=self._deterministic)
         groups = sort_by_expert(chosen_TK, num_experts, tiles)
         out = grouped_swiglu(x_TD, weights_TK, weights, groups, tiles, limit=limit)
         _sum_kernel[(num_tokens, -(-hidden // BLOCK_D))](

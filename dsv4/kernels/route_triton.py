@@ -138,12 +138,10 @@ def variants() -> tuple[KernelVariant, ...]:
         KernelVariant(
             name="route-table",
             fn=_table_kernel,
-            signature=pointers | {"table_ptr": "*i64", "ids_ptr": "*i32", "vocab": "i32"} | numbers,
+            signature=pointers | {"table_ptr": "*i64", "ids_ptr": "*i64", "vocab": "i32"} | numbers,
             constexprs={"TOPK": 6, "BLOCK_K": 8},
             num_warps=NUM_WARPS,
-            aligned=frozenset(
-                {*pointers, "table_ptr", "ids_ptr", "stride", "num_experts", "vocab"}
-            ),
+            aligned=(*pointers, "table_ptr", "stride", "num_experts", "vocab"),
         ),
     )
 

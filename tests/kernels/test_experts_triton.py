@@ -24,7 +24,8 @@ from dsv4.testing.memory import same_bytes, strided
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REFERENCE = TorchExperts(TorchLinear())
-FAST, DETERMINISTIC = TritonExperts(TorchLinear()), TritonExperts(TiledLinear())
+FAST = TritonExperts(TorchLinear())
+DETERMINISTIC = TritonExperts(TiledLinear(), deterministic=True)
 
 
 class TestConformance(ExpertsConformance):
