@@ -9,11 +9,22 @@ import hypothesis
 import pytest
 import torch
 
+from tests import run_on
+
 # Decided when triton is imported, so before any test imports a kernel: without a GPU they run in the interpreter.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 TESTS = Path(__file__).resolve().parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    run_on.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    run_on.choose(config)
+
 
 # Tensors are tiny here and test processes share the cores: more threads only wait for each other.
 torch.set_num_threads(1)

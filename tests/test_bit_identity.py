@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import dsv4
+from tests import run_on
 
 STEPS = 300
 PROMPT = '''def ring_row(slot, position, ring_rows):
@@ -23,8 +24,10 @@ class Ring:
 
 def decode(pool: dsv4.PoolConfig, tokens: list[int] | None) -> tuple[list[int], torch.Tensor]:
     """Greedy ids (or the given ones, teacher forced) and the logits of every step."""
-    config = dsv4.BackendConfig(pool=pool, deterministic=True, max_batch_tokens=512)
-    model = dsv4.load("tiny", backend=config)
+    config = dsv4.BackendConfig(
+        pool=pool, kernels=run_on.KERNELS, deterministic=True, max_batch_tokens=512
+    )
+    model = dsv4.load("tiny", backend=config, device=run_on.DEVICE)
     assert model.tokenizer is not None
     prompt = model.tokenizer.encode(PROMPT)
     memory = model.backend.pool

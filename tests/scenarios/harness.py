@@ -26,6 +26,7 @@ from dsv4.model.block import Probe
 from dsv4.model.decoder import Decoder
 from dsv4.pool.base import Component, Region
 from dsv4.pool.tables import TablePool
+from tests import run_on
 from tests.scenarios.reference import Reference, Run
 from tests.scenarios.weights import tiny_decoder, weights_of
 
@@ -44,7 +45,7 @@ def poison(tensor: Tensor) -> None:
 
 
 def raw_bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 @contextlib.contextmanager
@@ -112,7 +113,7 @@ class Session:
         **pool_options: Any,
     ) -> None:
         """`depth` is D. `row_stride` > 1: table rows lie that many row widths apart."""
-        self.decoder = decoder or tiny_decoder()
+        self.decoder = (decoder or tiny_decoder()).to(run_on.DEVICE)
         model = self.decoder.config
         pool_config = family(
             max_requests=slots,
@@ -123,7 +124,7 @@ class Session:
         )
         config = BackendConfig(
             pool=pool_config,
-            kernels="torch",
+            kernels=run_on.KERNELS,
             deterministic=deterministic,
             max_batch_tokens=max_tokens,
             score_budget_bytes=score_budget_bytes,
@@ -135,13 +136,14 @@ class Session:
             name: self._table(name, spec.shape, spec.dtype, row_stride)
             for name, spec in pool_class.storage_tables(config.pool, model).items()
         }
-        self.pool = pool_class(config.pool, model, "cpu", storage)
+        self.pool = pool_class(config.pool, model, run_on.DEVICE, storage)
+        kernels = build_kernels(model, config, run_on.DEVICE)
         self.backend = Backend(
             config=config,
             model=model,
             pool=self.pool,
-            builder=self.pool.builder_class()(self.pool, config),
-            kernels=build_kernels(model, config, torch.device("cpu")),
+            builder=self.pool.builder_class()(self.pool, config, kernels.fill),
+            kernels=kernels,
         )
         self.builder, self.kernels = self.backend.builder, self.backend.kernels
 
@@ -152,7 +154,7 @@ class Session:
         if len(shape) == 1 or dtype == torch.int32:
             row_stride = 1
         wide = (rows + 2 * GUARD_ROWS, row_stride, *width)
-        whole = torch.empty(wide, dtype=dtype)
+        whole = torch.empty(wide, dtype=dtype, device=run_on.DEVICE)
         poison(whole)
         table = whole[GUARD_ROWS : GUARD_ROWS + rows, 0]
         self._guarded[name] = (whole, table)
@@ -198,7 +200,7 @@ class Session:
         epoch = self.builder.fill()
         with poisoned_outputs():
             streams = self.decoder(self.builder.metadata, epoch, self.kernels, probe)
-            return self.decoder.logits(streams, self.kernels)
+            return self.decoder.logits(streams, self.kernels).cpu()
 
     def forward(
         self,

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from dsv4.config import PoolConfig
-from dsv4.kernels.attend_ref import TorchAttention
-from dsv4.kernels.select_ref import TorchSelect
+from tests.run_on import ops
 from tests.scenarios import handmade
 from tests.scenarios.catalogue import scenario
 from tests.scenarios.harness import Session, assert_same, truth
@@ -37,7 +36,7 @@ def test_lanes_behind_the_last_token_may_hold_rows_that_look_valid(
         if behind is not None:
             made = type(made)(view, handmade.stream(lists, width=width, behind=behind))
         out, lse = torch.full_like(q, torch.nan), torch.full((num_tokens, 4), torch.nan)
-        kernel = TorchAttention(deterministic=deterministic)
+        kernel = ops(deterministic).attend
         kernel.attend(q, [made], sink, scale=0.25, out_THD=out, lse_TH=lse)
         outs.append((out, lse))
     for out, lse in outs[1:]:
@@ -61,7 +60,7 @@ def test_scores_that_are_no_number_still_select_each_visible_entry_at_most_once(
     view = handmade.table(handmade.random(width, 4))
     inputs = handmade.score_inputs(view, visible, width=width)
     output = handmade.select_output(visible, topk, width)
-    TorchSelect().select(scores, inputs, output, first_token=0)
+    ops().select.select(scores, inputs, output, first_token=0)
     expected = [
         handmade.best(row.tolist(), n, topk) for row, n in zip(scores, visible, strict=True)
     ]
@@ -82,7 +81,7 @@ def test_a_list_longer_than_a_tile_is_read_whole_and_no_further(lanes: int) -> N
     expected, _ = handmade.attention(q, [rows[r] for r in lists], sink, 0.25)
     for deterministic in (False, True):
         out = torch.full_like(q, torch.nan)
-        kernel = TorchAttention(deterministic=deterministic)
+        kernel = ops(deterministic).attend
         kernel.attend(q, [made], sink, scale=0.25, out_THD=out)
         assert_same(out, expected)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4.kernels.attend_ref import TorchAttention
 from dsv4.metadata.plans import IndexStream, Source
 from dsv4.pool.base import KVView
 from dsv4.pool.formats import IndexFp8Rows, PlainRows, RowFormat
+from tests.run_on import ops
 from tests.scenarios import handmade
 from tests.scenarios.catalogue import scenario
 
@@ -49,7 +49,7 @@ def test_a_length_below_zero_reads_nothing(deterministic: bool) -> None:
     made = Source(view, IndexStream(torch.tensor([2, 1, 3], dtype=torch.int32), indices, 4))
     q, sink = handmade.random(2, 3, 4), handmade.random(3)
     out, lse = torch.full_like(q, torch.nan), torch.full((2, 3), torch.nan)
-    kernel = TorchAttention(deterministic=deterministic)
+    kernel = ops(deterministic).attend
     kernel.attend(q, [made], sink, scale=0.5, out_THD=out, lse_TH=lse)
     assert not out[0].any()
     assert (lse[0] == -torch.inf).all()

@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from dsv4.config import PoolConfig
-from dsv4.kernels.attend_ref import TorchAttention
-from dsv4.kernels.select_ref import TorchSelect
-from dsv4.kernels.store_ref import TorchStore
 from dsv4.metadata.plans import IndexStream, Source
 from dsv4.pool.base import Region
 from dsv4.pool.formats import IndexFp4Rows, IndexFp8Rows, PackedFp8Rows
 from dsv4.pool.geometry import PoolGeometry
+from tests.run_on import ops
 from tests.scenarios import handmade
 from tests.scenarios.catalogue import scenario
 from tests.scenarios.harness import Session, raw_bytes, truth
@@ -140,13 +138,13 @@ def test_strided_indices_positions_and_slots_read_like_dense_ones(num_tokens: in
     strided = IndexStream(apart(dense.indptr_T1), apart(dense.indices_N), 5)
     outs = [torch.empty_like(q), torch.empty_like(q)]
     for made, out in zip((dense, strided), outs, strict=True):
-        TorchAttention().attend(q, [Source(view, made)], torch.zeros(2), scale=1.0, out_THD=out)
+        ops().attend.attend(q, [Source(view, made)], torch.zeros(2), scale=1.0, out_THD=out)
     assert torch.equal(*outs)
     loc = torch.arange(num_tokens, dtype=torch.int32) % 50
     tables = [handmade.table(torch.zeros(50, 8)), handmade.table(torch.zeros(50, 8))]
     fresh = handmade.random(50, 8).repeat(2, 1)[: max(num_tokens, 1)]
     for where, target in zip((loc[:50], apart(loc[:50])), tables, strict=True):
-        TorchStore().store_tail(fresh, tail_loc_T=where, view=target)
+        ops().store.store_tail(fresh, tail_loc_T=where, view=target)
     assert torch.equal(tables[0].storage, tables[1].storage)
 
 
@@ -167,7 +165,7 @@ def test_a_narrowed_view_of_a_wide_buffer_is_read_by_its_strides(num_tokens: int
     for given in (scores.narrow(1, 0, width), scores.narrow(1, 0, width).contiguous()):
         output = handmade.select_output(visible, 5, width)
         inputs = handmade.score_inputs(view, visible, width=width)
-        TorchSelect().select(given, inputs, output, first_token=0)
+        ops().select.select(given, inputs, output, first_token=0)
         found.append(handmade.picks(output))
     assert found[0] == found[1]
     assert found[0] == [

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from dsv4.config import PoolConfig
-from dsv4.kernels.score_ref import TorchScore
-from dsv4.kernels.select_ref import TorchSelect
+from tests.run_on import ops
 from tests.scenarios import handmade
 from tests.scenarios.catalogue import scenario
 from tests.scenarios.harness import Session, assert_same, truth
@@ -29,9 +28,9 @@ def test_scores_are_the_weighted_sum_of_rectified_products(
         handmade.table(keys), visible, width=entries, query_lengths=lengths
     )
     scores = torch.full((count, entries), torch.nan)
-    TorchScore(deterministic=deterministic).score(q, weights, inputs, first_token=0, out_TN=scores)
+    ops(deterministic).score.score(q, weights, inputs, first_token=0, out_TN=scores)
     output = handmade.select_output(visible, 8, entries)
-    TorchSelect().select(scores, inputs, output, first_token=0)
+    ops().select.select(scores, inputs, output, first_token=0)
     found = handmade.picks(output)
     dots = torch.einsum("thd,nd->thn", q.double(), keys.double()).clamp(min=0)
     expected = torch.einsum("th,thn->tn", weights.double(), dots).float()
@@ -79,7 +78,7 @@ def test_rows_of_nan_still_give_ascending_entries(visible: int) -> None:
         handmade.table(handmade.random(width, 4)), [visible] * 4, width=width
     )
     output = handmade.select_output([visible] * 4, topk, width)
-    TorchSelect().select(scores, inputs, output, first_token=0)
+    ops().select.select(scores, inputs, output, first_token=0)
     found = handmade.picks(output)
     assert found[0] == list(range(min(topk, visible)))
     assert found == [handmade.best(row.tolist(), visible, topk) for row in scores]
@@ -95,5 +94,5 @@ def test_equal_scores_go_to_the_lower_entries() -> None:
     scores[2] = torch.tensor([0.0, 1.0] * 6)
     inputs = handmade.score_inputs(handmade.table(handmade.random(12, 4)), [12] * 3, width=12)
     output = handmade.select_output([12] * 3, 4, 12)
-    TorchSelect().select(scores, inputs, output, first_token=0)
+    ops().select.select(scores, inputs, output, first_token=0)
     assert handmade.picks(output) == [[0, 1, 2, 3], [0, 1, 9, 11], [1, 3, 5, 7]]

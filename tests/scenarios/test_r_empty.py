@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dsv4.config import PoolConfig
-from dsv4.kernels.attend_ref import TorchAttention
 from dsv4.metadata.batch import ForwardBatch
+from tests.run_on import ops
 from tests.scenarios import handmade
 from tests.scenarios.catalogue import scenario
 from tests.scenarios.harness import Session, assert_same, truth
@@ -59,7 +59,7 @@ def test_a_token_without_any_row_gives_zero_and_never_nan(deterministic: bool, s
     ]
     q, sinks = handmade.random(3, 2, 4), torch.full((2,), sink)
     out, lse = torch.full_like(q, torch.nan), torch.full((3, 2), torch.nan)
-    kernel = TorchAttention(deterministic=deterministic)
+    kernel = ops(deterministic).attend
     kernel.attend(q, sources, sinks, scale=0.5, out_THD=out, lse_TH=lse)
     assert not out[[0, 2]].any()
     assert (lse[[0, 2]] == -torch.inf).all()
@@ -73,7 +73,7 @@ def test_a_token_without_any_row_gives_zero_and_never_nan(deterministic: bool, s
 def test_a_forward_of_sources_without_any_lane_gives_zero() -> None:
     view = handmade.table(handmade.random(8, 4))
     out, lse = torch.full((2, 3, 4), torch.nan), torch.full((2, 3), torch.nan)
-    TorchAttention().attend(
+    ops().attend.attend(
         handmade.random(2, 3, 4),
         [handmade.source(view, [[], []], width=0)],
         torch.zeros(3),

@@ -7,7 +7,7 @@ import torch
 
 from dsv4.config import ModelConfig, PoolConfig
 from dsv4.errors import BatchError, ConfigError
-from dsv4.kernels.attend_ref import TorchAttention
+from tests.run_on import ops
 from tests.scenarios import handmade
 from tests.scenarios.catalogue import scenario
 from tests.scenarios.harness import Session, assert_same, truth
@@ -70,7 +70,7 @@ def test_any_number_of_lanes_and_tokens_is_attended_exactly(num_tokens: int, lan
     ]
     for deterministic in (False, True):
         out, lse = torch.full_like(q, torch.nan), torch.full((num_tokens, 2), torch.nan)
-        kernel = TorchAttention(deterministic=deterministic)
+        kernel = ops(deterministic).attend
         kernel.attend(q, parts, sink, scale=0.3, out_THD=out, lse_TH=lse)
         assert_same(out, expected)
         assert_same(lse, expected_lse)
