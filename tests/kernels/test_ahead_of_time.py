@@ -1,0 +1,83 @@
+"""Every kernel, in every configuration that a launcher can choose, builds for Hopper, Blackwell and two AMD GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from dsv4.kernels.triton_launch import TARGETS
+from tests.kernels.compile_variants import all_variants, modules
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+WORKERS = 2
+MOST_VARIANTS = 60
+SPILLED: dict[tuple[str, str], int] = {}
+"""(variant, target) -> bytes a thread may spill, where it is not 0; each with its reason."""
+
+
+def test_there_are_at_most_60_variants_and_names_are_unique() -> None:
+    names = Counter(variant.name for variant in all_variants())
+    assert names.total() <= MOST_VARIANTS
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_every_kernel_is_in_a_table_of_variants() -> None:
+    known = {variant.fn.__name__ for variant in all_variants()}
+    kernels = {
+        name
+        for module in modules()
+        for name, value in vars(module).items()
+        if name.endswith("_kernel") and hasattr(value, "arg_names")
+    }
+    assert sorted(kernels - known) == []
+    assert sorted(known - kernels) == [], "a kernel's name ends in _kernel"
+
+
+def test_every_variant_names_each_argument_once() -> None:
+    for variant in all_variants():
+        given = [*variant.signature, *variant.constexprs]
+        assert sorted(given) == sorted(variant.fn.arg_names), variant.name
+        assert set(variant.aligned) <= set(variant.signature), variant.name
+
+
+def test_every_variant_compiles_for_its_targets_within_shared_memory_and_without_spills(
+    tmp_path: Path,
+) -> None:
+    reports = _compile_all(tmp_path)
+    wanted = sum(len(variant.targets) for variant in all_variants())
+    assert len(reports) == wanted, "a compiler process died"
+    assert [problem for report in reports if (problem := _problem(report))] == []
+
+
+def _problem(report: dict[str, Any]) -> str | None:
+    name, target = report["variant"], report["target"]
+    if "error" in report:
+        return f"{name} for {target}: {report['error']}"
+    if report["shared"] > TARGETS[target].shared_limit:
+        return f"{name} for {target}: {report['shared']} bytes of shared memory"
+    if report["spilled"] > SPILLED.get((name, target), 0):
+        return f"{name} for {target}: {report['spilled']} bytes spilled"
+    return None
+
+
+def _compile_all(cache: Path) -> list[dict[str, Any]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_variants"]
+    workers = [
+        subprocess.Popen(
+            [*command, str(part), str(WORKERS)],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for part in range(WORKERS)
+    ]
+    lines = [line for worker in workers for line in worker.communicate()[0].splitlines()]
+    return [json.loads(line) for line in lines]
