@@ -77,13 +77,9 @@ def _rows(
 ):
     """Rows [N] of the keys [start, start + N), and whether there is one."""
     lane = tl.arange(0, N)
-    if RUNS == 0:
-        return _row(page, start + lane, num_rows, base, RPP)
-    SPAN: tl.constexpr = N // RUNS
-    row, ok = _row(page, start, num_rows, base, RPP)
-    other, other_ok = _row(second, start + (N - SPAN), num_rows, base, RPP)
-    front = lane < SPAN
-    return tl.where(front, row, other) + lane % SPAN, tl.where(front, ok, other_ok)
+    if RUNS > 0:
+        page = tl.where(lane < N // RUNS, page, second)
+    return _row(page, start + lane, num_rows, base, RPP)
 
 
 @triton.jit
