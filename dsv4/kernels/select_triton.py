@@ -1,0 +1,460 @@
+"""Select in one or two launches: long score rows are narrowed chunk by chunk, what is left is ranked exactly.
+
+Legend: T tokens, N entries, K picks, F rows of a tile, G columns of a tile (groups of F entries).
+
+A tile of [F, G] scores is narrowed by the maxima of its G groups: at least K entries reach the K-th largest of them,
+and few more do. So one pass of F maxima, a search over G values and one compaction leave at most 2 K candidates, in
+ascending order, without a search over the tile itself. The exact search runs over candidates alone.
+
+Scores are searched as int32 keys in their order. Pivots only steer; what is picked is a function of the scores.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from attrs import field, frozen
+from torch import Tensor
+
+from dsv4.errors import KernelError
+from dsv4.kernels.base import SelectKernel
+from dsv4.kernels.triton_launch import KernelVariant
+from dsv4.metadata.plans import ScoreInputs, SelectOutput
+
+NEG_INF: tl.constexpr = tl.constexpr(-2139095041)
+"""Key of -inf, the lowest of all scores."""
+NO_KEY: tl.constexpr = tl.constexpr(-(2**31))
+"""Below every key: a lane without an entry."""
+LAST_KEY: tl.constexpr = tl.constexpr(2**31 - 1)
+NUMBERS = (
+    "score_stride", "list_stride", "table_stride", "table_width", "rows_per_page", "base",
+    "lane_stride", "first_token", "num_entries", "topk", "most", "chunk", "direct",
+)  # fmt: skip
+"""Runtime integers: they change from batch to batch, so they never select a compiled kernel."""
+
+
+@frozen(kw_only=True)
+class SelectTiles:
+    """Sizes of the compiled kernels, powers of two."""
+
+    fold: int = 8
+    """F: 8 halves the candidates against one group per thread; beyond it the bound gets no tighter."""
+    groups: int = 2048
+    """G: at least twice the picks, or the K-th largest maximum is too low a bound."""
+    small: tuple[int, ...] = (2048, 4096)
+    """Candidates that the exact search takes: two full lists of Flash, of Pro."""
+    narrow_warps: int = 16
+    """32 scores a thread: two programs share an SM's registers."""
+    small_warps: int = 8
+    scan: int = field(default=4096)
+    """Entries a step of the kernel for more picks than a tile can bound."""
+
+    @property
+    def block(self) -> int:
+        """Entries of a tile: a row longer than this is cut."""
+        return self.fold * self.groups
+
+
+@frozen(kw_only=True)
+class SelectPlan:
+    """Launches for one capacity: `chunks` programs a row narrow, one finishes."""
+
+    chunks: int
+    small: int
+    narrow: bool
+    """Whether the finishing program may have to narrow once more."""
+    direct: int
+    """Rows with at most this many visible entries are read by the finishing program alone."""
+
+
+def plan_select(tiles: SelectTiles, num_entries: int, topk: int) -> SelectPlan:
+    """From capacities alone: captured launches serve every batch."""
+    small, largest = tiles.small[0], tiles.small[-1]
+    chunks = -(-num_entries // tiles.block) if num_entries > max(tiles.block, largest) else 0
+    candidates = chunks * 2 * topk if chunks else num_entries
+    if candidates > largest:
+        return SelectPlan(chunks=chunks, small=small, narrow=True, direct=tiles.block)
+    small = next(size for size in tiles.small if size >= candidates)
+    return SelectPlan(chunks=chunks, small=small, narrow=False, direct=small)
+
+
+@triton.jit
+def _key(x):
+    """int32 in the order of the scores: NaN as -inf, -0 as 0."""
+    bits = (tl.where(x == x, x, float("-inf")) + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _guess(low, high, above_low, above_high, wanted, curved):
+    """Key at which `wanted` scores should be reached, on a line through the bounds; `curved`: through the logarithms
+    of their counts, which is how a tail falls."""
+    above_low, above_high = above_low.to(tl.float32), above_high.to(tl.float32)
+    straight = (above_low - wanted) / (above_low - above_high)
+    top = tl.log2(above_low + 0.5)
+    bent = (top - tl.log2(wanted + 0.5)) / (top - tl.log2(above_high + 0.5))
+    bottom = _value(low)
+    return _key(bottom + (_value(high) - bottom) * tl.where(curved, bent, straight))
+
+
+@triton.jit
+def _bracket(x, low, high, above_low, above_high, topk, most, curved, FLOAT: tl.constexpr):
+    """Tighten keys low < high until topk..most values reach low (`above_low`) or nothing lies between the two.
+
+    Before and after: at least topk reach low, fewer reach high. Each step counts at two pivots in one reduction, a
+    guess and the middle, which bounds the steps by 32 whatever the values are. x holds scores (FLOAT) or keys.
+    """
+    wanted = (topk + most).to(tl.float32) * 0.5
+    while (above_low > most) & (high - 1 > low):
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        guess = _guess(low, high, above_low, above_high, wanted, curved)
+        guess = tl.where((guess > low) & (guess < high), guess, middle)
+        if FLOAT:
+            reach, reach_middle = x >= _value(guess), x >= _value(middle)
+        else:
+            reach, reach_middle = x >= guess, x >= middle
+        counts = tl.sum(reach.to(tl.int32) + (reach_middle.to(tl.int32) << 16))
+        low, high, above_low, above_high = _tighten(
+            low, high, above_low, above_high, guess, counts & 0xFFFF, topk
+        )
+        low, high, above_low, above_high = _tighten(
+            low, high, above_low, above_high, middle, (counts >> 16) & 0xFFFF, topk
+        )
+        curved = curved == 0
+    return low, high, above_low, above_high
+
+
+@triton.jit
+def _tighten(low, high, above_low, above_high, pivot, count, topk):
+    raises = (count >= topk) & (pivot > low)
+    lowers = (count < topk) & (pivot < high)
+    return (
+        tl.where(raises, pivot, low),
+        tl.where(lowers, pivot, high),
+        tl.where(raises, count, above_low),
+        tl.where(lowers, count, above_high),
+    )
+
+
+@triton.jit
+def _first_ties(x, there, low, high, above_high, place, topk, most, BLOCK: tl.constexpr):
+    """1 for what reaches high and for the first lanes that reach low: as many as make topk..most; else 0."""
+    better = x >= _value(high)
+    # no comparison sees the NaN that ties with -inf
+    equal = there & (better == 0) & ((x >= _value(low)) | (low == NEG_INF))
+    near, end = 0, BLOCK
+    ties = tl.sum(equal.to(tl.int32))
+    while ties + above_high > most:
+        middle = (near + end) // 2
+        count = tl.sum((equal & (place < middle)).to(tl.int32))
+        enough = count + above_high >= topk
+        near = tl.where(enough, near, middle)
+        end = tl.where(enough, middle, end)
+        ties = tl.where(enough, count, ties)
+    return tl.where(better | (equal & (place < end)), 1.0, 0.0)
+
+
+@triton.jit
+def _ranks(taken, FOLD: tl.constexpr, GROUPS: tl.constexpr):
+    """(number of taken lanes before each lane, number of all). Two rows of the tile share the halves of an int32."""
+    half = (tl.arange(0, 2) * 16)[None, :, None]
+    packed = tl.sum(tl.reshape(taken.to(tl.int32), [FOLD // 2, 2, GROUPS]) << half, axis=1)
+    before = tl.cumsum(packed, axis=1) - packed
+    rows = tl.sum(packed, axis=1)
+    even, odd = rows & 0xFFFF, rows >> 16
+    start = tl.cumsum(even + odd, axis=0) - even - odd
+    before += (start + ((start + even) << 16))[:, None]
+    ranks = (tl.expand_dims(before, 1) >> half) & 0xFFFF
+    return tl.reshape(ranks, [FOLD, GROUPS]), tl.sum(even + odd, axis=0)
+
+
+@triton.jit
+def _narrow(
+    row_ptr, list_ptr, out_ptr, first, end, listed, topk, most,
+    ALIGN: tl.constexpr, FOLD: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Write topk..most candidates, among them the topk best, of the lanes [first, end); -1 behind them.
+
+    Lane n is entry n of the score row, or, if `listed`, the entry that the list holds there. Both orders ascend. The
+    output may overwrite lanes of the list up to this tile's own.
+    """
+    BLOCK: tl.constexpr = FOLD * GROUPS
+    place = tl.arange(0, FOLD)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+    lane = first + place
+    if listed:
+        entry = tl.load(list_ptr + lane, mask=lane < end, other=-1)
+        x = tl.load(row_ptr + entry, mask=entry >= 0, other=float("-inf"))
+    else:
+        # a mask of whole vectors keeps the loads wide; the row's capacity is one of them
+        vectors = (end + ALIGN - 1) // ALIGN * ALIGN
+        x = tl.load(row_ptr + lane, mask=lane < vectors, other=float("-inf"))
+        if end - first < BLOCK:
+            x = tl.where(lane < end, x, float("-inf"))
+    maxima = _key(tl.max(x, axis=0))
+    low, highest = tl.min(maxima, axis=0), tl.max(maxima, axis=0) + 1
+    groups = tl.full([], GROUPS, tl.int32)
+    none = tl.full([], 0, tl.int32)
+    low, _, _, _ = _bracket(
+        maxima, low, highest, groups, none, topk, topk + topk // 4, False, FLOAT=False
+    )
+    above_low = tl.sum((x >= _value(low)).to(tl.int32))
+    # a comparison with -inf counts lanes without an entry and misses NaN
+    above_low = tl.where(low == NEG_INF, BLOCK, above_low)
+    low, high, above_low, above_high = _bracket(
+        x, low, highest, above_low, none, topk, most, True, FLOAT=True
+    )
+    floor = _value(low)
+    if (above_low > most) | (low == NEG_INF):
+        if listed:
+            there = tl.load(list_ptr + lane, mask=lane < end, other=-1) >= 0
+        else:
+            there = lane < end
+        x = _first_ties(x, there, low, high, above_high, place, topk, most, BLOCK)
+        floor = 1.0
+    taken = x >= floor
+    rank, count = _ranks(taken, FOLD, GROUPS)
+    if listed:
+        lane = tl.load(list_ptr + lane, mask=taken, other=-1)
+        # every thread has read its part of the list before another overwrites it
+        tl.debug_barrier()
+    tl.store(out_ptr + rank, lane, mask=taken)
+    behind = tl.arange(0, GROUPS)
+    tl.store(out_ptr + behind, -1, mask=(behind >= count) & (behind < most))
+
+
+@triton.jit
+def _exact(row_ptr, list_ptr, end, listed, topk, SMALL: tl.constexpr):
+    """Write the topk best of the lanes [0, end) over the list, ascending. More than topk entries are there."""
+    lane = tl.arange(0, SMALL)
+    if listed:
+        entry = tl.load(list_ptr + lane, mask=lane < end, other=-1)
+    else:
+        entry = tl.where(lane < end, lane, -1)
+    there = entry >= 0
+    key = _key(tl.load(row_ptr + entry, mask=there, other=0.0))
+    low = tl.min(tl.where(there, key, LAST_KEY), axis=0)
+    key = tl.where(there, key, NO_KEY)
+    high = tl.max(key, axis=0) + 1
+    total = tl.sum(there.to(tl.int32))
+    none = tl.full([], 0, tl.int32)
+    low, high, _, above_high = _bracket(key, low, high, total, none, topk, topk, True, FLOAT=False)
+    better = key >= high
+    equal = (key >= low) & (key < high)
+    packed = (better.to(tl.int32) << 16) + equal.to(tl.int32)
+    before = tl.cumsum(packed, axis=0) - packed
+    ties, room = before & 0xFFFF, topk - above_high
+    taken = better | (equal & (ties < room))
+    tl.debug_barrier()
+    tl.store(list_ptr + (before >> 16) + tl.minimum(ties, room), entry, mask=taken)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _rows(entry, there, table_ptr, table_width, rows_per_page, base):
+    """Table rows of entries, -1 where there is none."""
+    logical = tl.minimum(entry // rows_per_page, table_width - 1)
+    page = tl.load(table_ptr + logical, mask=there, other=-1)
+    return tl.where(page >= 0, base + page * rows_per_page + entry % rows_per_page, -1)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _narrow_kernel(
+    scores_ptr, score_stride, visible_ptr, lists_ptr, list_stride,
+    first_token, num_entries, topk, most, direct,
+    ALIGN: tl.constexpr, FOLD: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    token, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    visible = tl.minimum(tl.load(visible_ptr + first_token + token), num_entries)
+    first = chunk * (FOLD * GROUPS)
+    if (visible <= direct) | (visible <= topk) | (visible <= first):
+        return
+    row_ptr = scores_ptr + tl.multiple_of(token * score_stride, ALIGN)
+    out_ptr = lists_ptr + token * list_stride + chunk * most
+    end = tl.minimum(visible, first + FOLD * GROUPS)
+    if end - first > most:
+        _narrow(
+            row_ptr, out_ptr, out_ptr, first, end, False, topk, most, ALIGN, FOLD, GROUPS
+        )  # fmt: skip
+    else:
+        lane = tl.arange(0, GROUPS)
+        tl.store(out_ptr + lane, tl.where(first + lane < end, first + lane, -1), mask=lane < most)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _finish_kernel(
+    scores_ptr, score_stride, visible_ptr, slot_ptr, lists_ptr, list_stride,
+    table_ptr, table_stride, table_width, rows_per_page, base,
+    lane_ptr, lane_stride, indices_ptr,
+    first_token, num_entries, topk, most, chunk, direct,
+    ALIGN: tl.constexpr, FOLD: tl.constexpr, GROUPS: tl.constexpr, SMALL: tl.constexpr,
+    NARROW: tl.constexpr,
+):  # fmt: skip
+    tile_token = tl.program_id(0).to(tl.int64)
+    token = first_token + tile_token
+    visible = tl.minimum(tl.load(visible_ptr + token), num_entries)
+    row_ptr = scores_ptr + tl.multiple_of(tile_token * score_stride, ALIGN)
+    list_ptr = lists_ptr + tile_token * list_stride
+    if visible > topk:
+        listed = visible > direct
+        end = tl.where(listed, tl.cdiv(visible, chunk) * most, visible)
+        if NARROW:
+            while end > SMALL:
+                kept = 0
+                for first in range(0, end, FOLD * GROUPS):
+                    _narrow(
+                        row_ptr, list_ptr, list_ptr + kept, first, tl.minimum(end, first + FOLD * GROUPS),
+                        listed, topk, most, ALIGN, FOLD, GROUPS,
+                    )  # fmt: skip
+                    kept += most
+                tl.debug_barrier()
+                end = kept
+                listed = end > 0
+        _exact(row_ptr, list_ptr, end, listed, topk, SMALL)
+    # where all visible entries are picked, nothing was written
+    written = tl.where(visible > topk, topk, 0)
+    slot = tl.maximum(tl.load(slot_ptr + token), 0).to(tl.int64)
+    for first in range(0, topk, GROUPS):
+        pick = first + tl.arange(0, GROUPS)
+        there = (pick < topk) & (pick < visible)
+        entry = tl.load(list_ptr + pick, mask=pick < written, other=0)
+        entry = tl.where(pick < written, entry, pick)
+        row = _rows(
+            entry, there, table_ptr + slot * table_stride, table_width, rows_per_page, base
+        )  # fmt: skip
+        lane = tl.load(lane_ptr + token * lane_stride + pick, mask=pick < topk, other=0)
+        tl.store(indices_ptr + lane, row, mask=pick < topk)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _scan_kernel(
+    scores_ptr, score_stride, visible_ptr, slot_ptr,
+    table_ptr, table_stride, table_width, rows_per_page, base,
+    lane_ptr, lane_stride, indices_ptr, first_token, num_entries, topk,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """For any number of picks: bisect on the key, reading the row once a step, then once more for the picks."""
+    tile_token = tl.program_id(0).to(tl.int64)
+    token = first_token + tile_token
+    visible = tl.minimum(tl.load(visible_ptr + token), num_entries)
+    row_ptr = scores_ptr + tile_token * score_stride
+    table_ptr += tl.maximum(tl.load(slot_ptr + token), 0).to(tl.int64) * table_stride
+    lane_ptr += token * lane_stride
+    # all visible entries reach the key of -inf, none the last
+    low = tl.full([], NEG_INF, tl.int32)
+    high = tl.full([], LAST_KEY, tl.int32)
+    above_low, above_high = visible, visible * 0
+    while (above_low > topk) & (high - 1 > low):
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        count = 0
+        for first in range(0, visible, BLOCK):
+            entry = first + tl.arange(0, BLOCK)
+            x = tl.load(row_ptr + entry, mask=entry < visible, other=0.0)
+            count += tl.sum(((_key(x) >= middle) & (entry < visible)).to(tl.int32))
+        low, high, above_low, above_high = _tighten(
+            low, high, above_low, above_high, middle, count, topk
+        )
+    room = topk - above_high
+    better_before, equal_before = 0, 0
+    for first in range(0, tl.maximum(visible, topk), BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        there = entry < visible
+        key = _key(tl.load(row_ptr + entry, mask=there, other=0.0))
+        better, equal = there & (key >= high), there & (key >= low) & (key < high)
+        ties = equal_before + tl.cumsum(equal.to(tl.int32), axis=0) - equal.to(tl.int32)
+        rank = better_before + tl.cumsum(better.to(tl.int32), axis=0) - better.to(tl.int32)
+        better_before += tl.sum(better.to(tl.int32))
+        equal_before += tl.sum(equal.to(tl.int32))
+        taken = better | (equal & (ties < room))
+        row = _rows(entry, taken, table_ptr, table_width, rows_per_page, base)
+        lane = tl.load(lane_ptr + rank + tl.minimum(ties, room), mask=taken, other=0)
+        tl.store(indices_ptr + lane, row, mask=taken)
+        # the lanes that no entry is left for
+        unused = (entry >= visible) & (entry < topk)
+        lane = tl.load(lane_ptr + entry, mask=unused, other=0)
+        tl.store(indices_ptr + lane, -1, mask=unused)
+
+
+class TritonSelect(SelectKernel):
+    def __init__(self, tiles: SelectTiles | None = None) -> None:
+        self.tiles = tiles or SelectTiles()
+
+    def select(
+        self, scores_TN: Tensor, inputs: ScoreInputs, output: SelectOutput, *, first_token: int
+    ) -> None:
+        topk = output.lane_TK.shape[1]
+        if topk == 0 or scores_TN.shape[0] == 0:
+            return
+        if 2 * topk > self.tiles.groups:
+            _scan(self.tiles, scores_TN, inputs, output, first_token)
+        else:
+            _select(self.tiles, scores_TN, inputs, output, first_token)
+
+
+def _select(
+    tiles: SelectTiles, scores_TN: Tensor, inputs: ScoreInputs, output: SelectOutput, first: int
+) -> None:
+    (num_tokens, num_entries), topk = scores_TN.shape, output.lane_TK.shape[1]
+    plan = plan_select(tiles, num_entries, topk)
+    list_stride = max(plan.chunks, 1) * 2 * topk
+    _check_scratch(output.scratch, num_tokens * list_stride, topk)
+    scores = (scores_TN, scores_TN.stride(0), inputs.num_visible_T)
+    lists = (output.scratch, list_stride)
+    common = {
+        "first_token": first, "num_entries": num_entries, "topk": topk, "most": 2 * topk,
+        "direct": plan.direct,
+        "ALIGN": _align(scores_TN), "FOLD": tiles.fold, "GROUPS": tiles.groups,
+    }  # fmt: skip
+    if plan.chunks:
+        grid = (num_tokens, plan.chunks)
+        _narrow_kernel[grid](*scores, *lists, **common, num_warps=tiles.narrow_warps)
+    _finish_kernel[(num_tokens,)](
+        *scores, inputs.slot_T, *lists, *_targets(output), chunk=tiles.block, **common,
+        SMALL=plan.small, NARROW=plan.narrow,
+        num_warps=tiles.narrow_warps if plan.narrow else tiles.small_warps,
+    )  # fmt: skip
+
+
+def _scan(
+    tiles: SelectTiles, scores_TN: Tensor, inputs: ScoreInputs, output: SelectOutput, first: int
+) -> None:
+    num_tokens, num_entries = scores_TN.shape
+    _scan_kernel[(num_tokens,)](
+        scores_TN, scores_TN.stride(0), inputs.num_visible_T, inputs.slot_T, *_targets(output),
+        first, num_entries, output.lane_TK.shape[1],
+        BLOCK=tiles.scan, num_warps=tiles.narrow_warps,
+    )  # fmt: skip
+
+
+def _targets(output: SelectOutput) -> tuple[Tensor | int, ...]:
+    """Arguments for the translation to rows and for where they go."""
+    rows, lane_TK = output.rows, output.lane_TK
+    table = rows.block_table
+    return (
+        table, table.stride(0), table.shape[1], rows.rows_per_page, rows.base,
+        lane_TK, lane_TK.stride(0), output.stream.indices_N,
+    )  # fmt: skip
+
+
+def _align(scores_TN: Tensor) -> int:
+    """Scores of one load: four where every row starts at a multiple of 16 bytes and ends with one."""
+    whole = scores_TN.stride(0) % 4 == 0 and scores_TN.shape[1] % 4 == 0
+    return 4 if whole and scores_TN.data_ptr() % 16 == 0 else 1
+
+
+def _check_scratch(scratch: Tensor, need: int, topk: int) -> None:
+    if scratch.numel() < need:
+        raise KernelError(
+            f"select: scratch {scratch.numel()} int32 lanes, {need} needed for {topk} picks; "
+            "size it with dsv4.metadata.buffers.select_scratch"
+        )
+
+
+def variants() -> tuple[KernelVariant, ...]:
+    """The kernels for the published dims: 512 picks (Flash) and 1,024 (Pro)."""
+    return ()
