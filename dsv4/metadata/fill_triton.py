@@ -1,0 +1,215 @@
+"""Fill in one kernel launch, whatever the number of layers, plans, streams and rope bases.
+
+The programs of the launch are divided into sections (fill_table): a program finds its section among the ends that the
+launcher passes, and what to write where in the section's row of a device table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.config import ModelConfig
+from dsv4.kernels.triton_launch import KernelVariant, interpreting
+from dsv4.metadata import fill_sections_triton as parts
+from dsv4.metadata.base import FillKernel
+from dsv4.metadata.batch import BatchShape
+from dsv4.metadata.buffers import Buffers, rope_names
+from dsv4.metadata.fill_table import ROW, TAIL, Closing, Kind, make_sections, num_sections
+from dsv4.metadata.fill_views import SharedViews
+from dsv4.metadata.forward import SharedTensors
+from dsv4.metadata.rope import inverse_frequencies
+from dsv4.pool.base import KVPool
+from dsv4.pool.geometry import PoolGeometry
+
+NUM_WARPS = 4
+NUM_STAGES = 1
+"""The loops are over requests: most have one iteration, there is nothing to prefetch."""
+PLAIN_NUMBERS = ["num_tokens", "num_requests", "max_query", "page_stride", "num_pages"]
+"""Never compiled in: they vary from step to step."""
+
+
+class Tiles(NamedTuple):
+    """Tile sizes, powers of two."""
+
+    scan: int = 256
+    """Requests summed over at a time."""
+    tokens: int = 32
+    stream_tokens: int = 4
+    lanes: int = 256
+    rope_rows: int = 8
+    pairs: int = 32
+    closing: int = 16
+    columns: int = 32
+
+    def constexprs(self) -> dict[str, int]:
+        """As the kernel names them."""
+        return {name.upper(): tile for name, tile in self._asdict().items()} | {"ROW": ROW}
+
+
+DECODE = Tiles()
+"""Small tiles: a step's work is spread over the whole device, latency counts."""
+PREFILL = Tiles(scan=64, tokens=128, stream_tokens=16)
+"""Few requests, more lanes than threads: a program's own sum over the requests must serve many of them."""
+PREFILL_TOKENS = 1024
+"""From as many on."""
+INTERPRETED = Tiles(
+    scan=64, tokens=256, stream_tokens=64, lanes=256, rope_rows=64, pairs=32, closing=64, columns=64
+)
+"""Few programs: each costs the interpreter milliseconds, however small."""
+
+
+def choose_tiles(num_tokens: int) -> Tiles:
+    """The only tuning choice; values do not depend on it."""
+    if interpreting():
+        return INTERPRETED
+    return PREFILL if num_tokens >= PREFILL_TOKENS else DECODE
+
+
+@triton.jit(do_not_specialize=PLAIN_NUMBERS)
+def _fill_kernel(
+    slots, starts, query_lengths, lengths, block_table, table,
+    num_tokens, num_requests, max_query, page_stride, num_pages, sections,
+    SCAN: tl.constexpr, TOKENS: tl.constexpr, STREAM_TOKENS: tl.constexpr, LANES: tl.constexpr,
+    ROPE_ROWS: tl.constexpr, PAIRS: tl.constexpr, CLOSING: tl.constexpr, COLUMNS: tl.constexpr,
+    ROW: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    section, kind, extent, begin = 0, 0, 0, 0
+    for j in tl.static_range(len(sections) // 3):
+        # decoded, see `_coded`; the first section that ends behind the program is its own
+        end = (sections[3 * j] - 3) >> 1
+        behind = program >= end
+        begin = tl.where(behind, end, begin)
+        section += behind.to(tl.int32)
+    for j in tl.static_range(len(sections) // 3):
+        kind = tl.where(section == j, (sections[3 * j + 1] - 3) >> 1, kind)
+        extent = tl.where(section == j, (sections[3 * j + 2] - 3) >> 1, extent)
+    tile = program - begin
+    row = table + section * ROW
+    batch = (slots, starts, query_lengths, lengths, num_requests)
+    pages = (block_table, page_stride, num_pages)
+    if kind <= parts.LANES:
+        parts.stream(
+            kind, tile, extent, row, batch, pages, num_tokens, SCAN, STREAM_TOKENS, LANES
+        )  # fmt: skip
+    elif kind == parts.TOKENS:
+        parts.tokens(tile, extent, row, batch, num_tokens, SCAN, TOKENS)
+    elif kind == parts.COMPRESSED_TOKENS:
+        parts.compressed_tokens(tile, row, batch, num_tokens, SCAN, TOKENS)
+    elif kind <= parts.ENTRY_ROPE:
+        parts.rope(kind, tile, extent, row, batch, SCAN, ROPE_ROWS, PAIRS)
+    elif kind == parts.ENTRY_LOC:
+        parts.entry_loc(tile, extent, row, batch, pages, SCAN, CLOSING)
+    elif kind == parts.OVERLAP:
+        parts.overlap(tile, extent, row, batch, SCAN, CLOSING, COLUMNS)
+    elif kind == parts.FOLD:
+        parts.fold(tile, extent, row, batch, max_query, SCAN, CLOSING, COLUMNS)
+    elif kind == parts.LAST_ROWS:
+        parts.last_rows(row, batch, SCAN)
+    else:
+        parts.accumulators(row, batch, SCAN)
+
+
+def _coded(number: int) -> int:
+    """Odd and at least 3: the launcher compiles anew for a 1 and for multiples of 16, also where they vary."""
+    return 2 * number + 3
+
+
+def _num_programs(kind: Kind, extent: int, shape: BatchShape, tiles: Tiles) -> int:
+    """Programs of a section."""
+    if kind <= Kind.LANES:
+        # an empty stream still has an indptr
+        token_tiles = _cdiv(max(shape.num_tokens, 1), tiles.stream_tokens)
+        return token_tiles * _cdiv(max(extent, 1), tiles.lanes)
+    if kind in (Kind.LAST_ROWS, Kind.ACCUMULATORS):
+        return 1
+    if kind in (Kind.TOKENS, Kind.COMPRESSED_TOKENS):
+        return _cdiv(shape.num_tokens, tiles.tokens)
+    if kind in (Kind.ROPE, Kind.ENTRY_ROPE):
+        return _cdiv(extent, tiles.rope_rows)
+    accumulators = shape.num_requests if kind is Kind.FOLD else 0
+    return _cdiv(extent + accumulators, tiles.closing)
+
+
+def _cdiv(number: int, tile: int) -> int:
+    return -(-number // tile)
+
+
+class TritonFill(FillKernel):
+    """One launch, no tensor but the buffers."""
+
+    def __init__(
+        self, model: ModelConfig, geometry: PoolGeometry, pool: KVPool, buffers: Buffers
+    ) -> None:
+        self._ratios, self._in_place_tokens = model.ratios, geometry.in_place_tokens
+        self._pool, self._buffers = pool, buffers
+        self._views = SharedViews(model, geometry, buffers)
+        frequencies = {
+            key: inverse_frequencies(key.theta, model.qk_rope_head_dim, key.yarn).to(pool.device)
+            for key in rope_names(model)
+        }
+        # they hold the frequencies, which the table addresses
+        self._sections = make_sections(model, geometry, frequencies)
+        rows = [section.row(buffers) for section in self._sections]
+        self._table = torch.tensor(rows, dtype=torch.int64, device=pool.device)
+        self._names = [name for section in self._sections for name in section.buffers]
+
+    def fill(self, shape: BatchShape) -> SharedTensors:
+        closing = {ratio: shape.max_closing(ratio) for ratio in self._ratios}
+        self._launch(shape, closing)
+        chunks = shape.max_query_tokens > self._in_place_tokens
+        computed = self._buffers.computed
+        computed.clear()
+        computed.update(name for name in self._names if chunks or name != TAIL)
+        return self._views.of(shape, closing)
+
+    def _launch(self, shape: BatchShape, closing: Closing) -> None:
+        pool, view, requests = self._pool, self._buffers.view, shape.num_requests
+        tiles = choose_tiles(shape.num_tokens)
+        num_programs, sections = 0, []
+        for section in self._sections:
+            extent = section.extent(shape, closing)
+            num_programs += _num_programs(section.kind, extent, shape, tiles)
+            sections += [_coded(num_programs), _coded(section.kind), _coded(extent)]
+        _fill_kernel[(num_programs,)](
+            view("slots", requests + 1),
+            view("starts", requests + 1),
+            view("query_lengths", requests + 1),
+            pool.lengths,
+            pool.block_table,
+            self._table,
+            shape.num_tokens,
+            requests,
+            shape.max_query_tokens,
+            pool.block_table.stride(0),
+            pool.block_table.shape[1],
+            tuple(sections),
+            **tiles.constexprs(),
+            num_warps=NUM_WARPS,
+            num_stages=NUM_STAGES,
+        )
+
+
+def variants() -> tuple[KernelVariant, ...]:
+    """Both tilings, for the published models: those have the same sections."""
+    inputs = ("slots", "starts", "query_lengths", "lengths", "block_table")
+    signature: dict[str, Any] = dict.fromkeys(inputs, "*i32") | {"table": "*i64"}
+    signature |= dict.fromkeys(PLAIN_NUMBERS, "i32")
+    found = {}
+    for preset in ("flash", "pro"):
+        count = num_sections(ModelConfig.preset(preset))
+        for name, tiles in (("decode", DECODE), ("prefill", PREFILL)):
+            found[count, name] = KernelVariant(
+                name=f"fill_{name}_{count}",
+                fn=_fill_kernel,
+                signature=signature | {"sections": ("i32",) * (3 * count)},
+                constexprs=tiles.constexprs(),
+                num_warps=NUM_WARPS,
+                num_stages=NUM_STAGES,
+                aligned=(*inputs, "table"),
+            )
+    return tuple(found.values())
