@@ -42,7 +42,7 @@ POST_BLOCK, POST_WARPS = 1024, 4
 
 
 @triton.jit
-def _thirds(x):
+def thirds(x):
     """fp32 as three bf16 tiles whose sum it is: 3 x 8 bits of mantissa."""
     high = cast(x, tl.bfloat16)
     rest = x - to_fp32(high)
@@ -97,7 +97,7 @@ def dots_kernel(
             x32 = to_fp32(x)
             squares += x32 * x32
             if EXACT:
-                high, middle, low = _thirds(fn)
+                high, middle, low = thirds(fn)
                 values = _operand(x, DOT)
                 # Small products first.
                 dots = tl.dot(values, _operand(low, DOT), dots, input_precision="ieee")
