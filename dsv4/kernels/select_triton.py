@@ -11,6 +11,8 @@ Scores are searched as int32 keys in their order. Pivots only steer; what is pic
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +26,8 @@ from dsv4.metadata.plans import ScoreInputs, SelectOutput
 
 NEG_INF: tl.constexpr = tl.constexpr(-2139095041)
 """Key of -inf, the lowest of all scores."""
+VECTOR: tl.constexpr = tl.constexpr(4)
+"""Scores of a 16-byte load."""
 NO_KEY: tl.constexpr = tl.constexpr(-(2**31))
 """Below every key: a lane without an entry."""
 LAST_KEY: tl.constexpr = tl.constexpr(2**31 - 1)
@@ -40,8 +44,8 @@ class SelectTiles:
 
     fold: int = 8
     """F: 8 halves the candidates against one group per thread; beyond it the bound gets no tighter."""
-    groups: int = 2048
-    """G: at least twice the picks, or the K-th largest maximum is too low a bound."""
+    lanes: int = 512
+    """One thread each. Groups, four a thread, are at least twice the picks, or the K-th largest maximum bounds little."""
     small: tuple[int, ...] = (2048, 4096)
     """Candidates that the exact search takes: two full lists of Flash, of Pro."""
     narrow_warps: int = 16
@@ -54,6 +58,10 @@ class SelectTiles:
     def block(self) -> int:
         """Entries of a tile: a row longer than this is cut."""
         return self.fold * self.groups
+
+    @property
+    def groups(self) -> int:
+        return 4 * self.lanes
 
 
 @frozen(kw_only=True)
@@ -92,28 +100,40 @@ def _value(key):
 
 
 @triton.jit
+def _log2(x):
+    """To 0.01, for positive normal x: guesses need no more, and steps are short."""
+    bits = x.to(tl.int32, bitcast=True)
+    part = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    return (bits >> 23).to(tl.float32) + part * (2.0 - part * 0.33333334)
+
+
+@triton.jit
 def _guess(low, high, above_low, above_high, wanted, curved):
     """Key at which `wanted` scores should be reached, on a line through the bounds; `curved`: through the logarithms
     of their counts, which is how a tail falls."""
     above_low, above_high = above_low.to(tl.float32), above_high.to(tl.float32)
     straight = (above_low - wanted) / (above_low - above_high)
-    top = tl.log2(above_low + 0.5)
-    bent = (top - tl.log2(wanted + 0.5)) / (top - tl.log2(above_high + 0.5))
+    top = _log2(above_low + 0.5)
+    bent = (top - _log2(wanted + 0.5)) / (top - _log2(above_high + 0.5))
     bottom = _value(low)
     return _key(bottom + (_value(high) - bottom) * tl.where(curved, bent, straight))
 
 
 @triton.jit
-def _bracket(x, low, high, above_low, above_high, topk, most, curved, FLOAT: tl.constexpr):
+def _bracket(
+    x, low, high, above_low, above_high, topk, most, CURVED: tl.constexpr, FLOAT: tl.constexpr
+):
     """Tighten keys low < high until topk..most values reach low (`above_low`) or nothing lies between the two.
 
     Before and after: at least topk reach low, fewer reach high. Each step counts at two pivots in one reduction, a
-    guess and the middle, which bounds the steps by 32 whatever the values are. x holds scores (FLOAT) or keys.
+    guess and the middle, which bounds the steps by 32 whatever the values are. x holds scores (FLOAT) or keys. Guesses
+    alternate between straight and curved; CURVED: which comes first.
     """
+    curved = tl.full([], CURVED, tl.int32)
     wanted = (topk + most).to(tl.float32) * 0.5
     while (above_low > most) & (high - 1 > low):
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        guess = _guess(low, high, above_low, above_high, wanted, curved)
+        guess = _guess(low, high, above_low, above_high, wanted, curved != 0)
         guess = tl.where((guess > low) & (guess < high), guess, middle)
         if FLOAT:
             reach, reach_middle = x >= _value(guess), x >= _value(middle)
@@ -126,7 +146,7 @@ def _bracket(x, low, high, above_low, above_high, topk, most, curved, FLOAT: tl.
         low, high, above_low, above_high = _tighten(
             low, high, above_low, above_high, middle, (counts >> 16) & 0xFFFF, topk
         )
-        curved = curved == 0
+        curved = 1 - curved
     return low, high, above_low, above_high
 
 
@@ -143,7 +163,9 @@ def _tighten(low, high, above_low, above_high, pivot, count, topk):
 
 
 @triton.jit
-def _first_ties(x, there, low, high, above_high, place, topk, most, BLOCK: tl.constexpr):
+def _first_ties(
+    x, there, low, high, above_high, thread, step, topk, most, BLOCK: tl.constexpr
+):  # fmt: skip
     """1 for what reaches high and for the first lanes that reach low: as many as make topk..most; else 0."""
     better = x >= _value(high)
     # no comparison sees the NaN that ties with -inf
@@ -152,79 +174,105 @@ def _first_ties(x, there, low, high, above_high, place, topk, most, BLOCK: tl.co
     ties = tl.sum(equal.to(tl.int32))
     while ties + above_high > most:
         middle = (near + end) // 2
-        count = tl.sum((equal & (place < middle)).to(tl.int32))
+        count = tl.sum((equal & (step < middle - thread)).to(tl.int32))
         enough = count + above_high >= topk
         near = tl.where(enough, near, middle)
         end = tl.where(enough, middle, end)
         ties = tl.where(enough, count, ties)
-    return tl.where(better | (equal & (place < end)), 1.0, 0.0)
+    return tl.where(better | (equal & (step < end - thread)), 1.0, 0.0)
 
 
 @triton.jit
-def _ranks(taken, FOLD: tl.constexpr, GROUPS: tl.constexpr):
-    """(number of taken lanes before each lane, number of all). Two rows of the tile share the halves of an int32."""
-    half = (tl.arange(0, 2) * 16)[None, :, None]
-    packed = tl.sum(tl.reshape(taken.to(tl.int32), [FOLD // 2, 2, GROUPS]) << half, axis=1)
-    before = tl.cumsum(packed, axis=1) - packed
-    rows = tl.sum(packed, axis=1)
-    even, odd = rows & 0xFFFF, rows >> 16
-    start = tl.cumsum(even + odd, axis=0) - even - odd
-    before += (start + ((start + even) << 16))[:, None]
-    ranks = (tl.expand_dims(before, 1) >> half) & 0xFFFF
-    return tl.reshape(ranks, [FOLD, GROUPS]), tl.sum(even + odd, axis=0)
+def _halves(taken, FOLD: tl.constexpr, LANES: tl.constexpr):
+    """Taken entries of each vector [FOLD / 2, LANES]: the tile's first rows in the low half of an int32, its last in
+    the high one, so that one scan ranks both."""
+    counts = tl.reshape(tl.sum(taken.to(tl.int32), axis=1), [2, FOLD // 2, LANES])
+    return tl.sum(counts << (tl.arange(0, 2) * 16)[:, None, None], axis=0)
+
+
+@triton.jit
+def _ranks(taken, halves, total, FOLD: tl.constexpr, LANES: tl.constexpr):
+    """Number of taken entries before each one, in the order of entries."""
+    flat = tl.reshape(halves, [FOLD // 2 * LANES])
+    before = tl.reshape(tl.cumsum(flat, axis=0), [FOLD // 2, LANES]) - halves
+    # the high half goes on where the low one ends
+    before += (total & 0xFFFF) << 16
+    before = (before[None, :, :] >> (tl.arange(0, 2) * 16)[:, None, None]) & 0xFFFF
+    one = taken.to(tl.int32)
+    inside = tl.cumsum(one, axis=1) - one
+    return tl.reshape(before, [FOLD, LANES])[:, None, :] + inside
 
 
 @triton.jit
 def _narrow(
     row_ptr, list_ptr, out_ptr, first, end, listed, topk, most,
-    ALIGN: tl.constexpr, FOLD: tl.constexpr, GROUPS: tl.constexpr,
+    ALIGN: tl.constexpr, FOLD: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write topk..most candidates, among them the topk best, of the lanes [first, end); -1 behind them.
 
     Lane n is entry n of the score row, or, if `listed`, the entry that the list holds there. Both orders ascend. The
     output may overwrite lanes of the list up to this tile's own.
     """
-    BLOCK: tl.constexpr = FOLD * GROUPS
-    place = tl.arange(0, FOLD)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
-    lane = first + place
+    BLOCK: tl.constexpr = FOLD * LANES * VECTOR
+    # Entries [row, thread, vector] are loaded, [row, vector, thread] is worked on: all that follows stays in its thread,
+    # and scattered stores need no other layout. A lane is a constant plus its thread's share: no register holds it.
+    row, vector = tl.arange(0, FOLD) * (LANES * VECTOR), tl.arange(0, VECTOR)
+    thread = first + tl.arange(0, LANES) * VECTOR
+    loaded = row[:, None, None] + vector[None, None, :]
+    step = row[:, None, None] + vector[None, :, None]
+    thread_load, thread = thread[None, :, None], thread[None, None, :]
     if listed:
-        entry = tl.load(list_ptr + lane, mask=lane < end, other=-1)
+        entry = tl.load(list_ptr + (thread_load + loaded), mask=loaded < end - thread_load, other=-1)
         x = tl.load(row_ptr + entry, mask=entry >= 0, other=float("-inf"))
+        x = tl.permute(x, (0, 2, 1))
     else:
         # a mask of whole vectors keeps the loads wide; the row's capacity is one of them
         vectors = (end + ALIGN - 1) // ALIGN * ALIGN
-        x = tl.load(row_ptr + lane, mask=lane < vectors, other=float("-inf"))
+        inside = loaded < vectors - thread_load
+        x = tl.load(row_ptr + (thread_load + loaded), mask=inside, other=float("-inf"))
+        x = tl.permute(x, (0, 2, 1))
         if end - first < BLOCK:
-            x = tl.where(lane < end, x, float("-inf"))
+            x = tl.where(step < end - thread, x, float("-inf"))
     maxima = _key(tl.max(x, axis=0))
-    low, highest = tl.min(maxima, axis=0), tl.max(maxima, axis=0) + 1
-    groups = tl.full([], GROUPS, tl.int32)
+    lowest, highest = tl.min(maxima), tl.max(maxima) + 1
+    groups = tl.full([], LANES * VECTOR, tl.int32)
     none = tl.full([], 0, tl.int32)
     low, _, _, _ = _bracket(
-        maxima, low, highest, groups, none, topk, topk + topk // 4, False, FLOAT=False
-    )
-    above_low = tl.sum((x >= _value(low)).to(tl.int32))
-    # a comparison with -inf counts lanes without an entry and misses NaN
-    above_low = tl.where(low == NEG_INF, BLOCK, above_low)
-    low, high, above_low, above_high = _bracket(
-        x, low, highest, above_low, none, topk, most, True, FLOAT=True
+        maxima, lowest, highest, groups, none, topk, topk + topk // 4, CURVED=0, FLOAT=False
     )
     floor = _value(low)
-    if (above_low > most) | (low == NEG_INF):
-        if listed:
-            there = tl.load(list_ptr + lane, mask=lane < end, other=-1) >= 0
-        else:
-            there = lane < end
-        x = _first_ties(x, there, low, high, above_high, place, topk, most, BLOCK)
-        floor = 1.0
+    halves = _halves(x >= floor, FOLD, LANES)
+    total = tl.sum(halves)
+    count = (total & 0xFFFF) + (total >> 16)
+    if (count > most) | (low == NEG_INF):
+        # a comparison with -inf counts lanes without an entry and misses NaN
+        count = tl.where(low == NEG_INF, BLOCK, count)
+        low, high, count, above_high = _bracket(
+            x, low, highest, count, none, topk, most, CURVED=1, FLOAT=True
+        )
+        floor = _value(low)
+        if (count > most) | (low == NEG_INF):
+            there = step < end - thread
+            if listed:
+                entry = tl.load(list_ptr + (thread_load + loaded), mask=loaded < end - thread_load, other=-1)
+                there = tl.permute(entry, (0, 2, 1)) >= 0
+            x = _first_ties(
+                x, there, low, high, above_high, thread - first, step, topk, most, BLOCK
+            )  # fmt: skip
+            floor = 1.0
+        halves = _halves(x >= floor, FOLD, LANES)
+        total = tl.sum(halves)
+        count = (total & 0xFFFF) + (total >> 16)
     taken = x >= floor
-    rank, count = _ranks(taken, FOLD, GROUPS)
+    rank = _ranks(taken, halves, total, FOLD, LANES)
+    lane = thread + step
     if listed:
-        lane = tl.load(list_ptr + lane, mask=taken, other=-1)
+        entry = tl.load(list_ptr + (thread_load + loaded), mask=loaded < end - thread_load, other=-1)
+        lane = tl.permute(entry, (0, 2, 1))
         # every thread has read its part of the list before another overwrites it
         tl.debug_barrier()
     tl.store(out_ptr + rank, lane, mask=taken)
-    behind = tl.arange(0, GROUPS)
+    behind = tl.arange(0, LANES * VECTOR)
     tl.store(out_ptr + behind, -1, mask=(behind >= count) & (behind < most))
 
 
@@ -243,7 +291,7 @@ def _exact(row_ptr, list_ptr, end, listed, topk, SMALL: tl.constexpr):
     high = tl.max(key, axis=0) + 1
     total = tl.sum(there.to(tl.int32))
     none = tl.full([], 0, tl.int32)
-    low, high, _, above_high = _bracket(key, low, high, total, none, topk, topk, True, FLOAT=False)
+    low, high, _, above_high = _bracket(key, low, high, total, none, topk, topk, CURVED=1, FLOAT=False)
     better = key >= high
     equal = (key >= low) & (key < high)
     packed = (better.to(tl.int32) << 16) + equal.to(tl.int32)
@@ -267,22 +315,22 @@ def _rows(entry, there, table_ptr, table_width, rows_per_page, base):
 def _narrow_kernel(
     scores_ptr, score_stride, visible_ptr, lists_ptr, list_stride,
     first_token, num_entries, topk, most, direct,
-    ALIGN: tl.constexpr, FOLD: tl.constexpr, GROUPS: tl.constexpr,
+    ALIGN: tl.constexpr, FOLD: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     token, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     visible = tl.minimum(tl.load(visible_ptr + first_token + token), num_entries)
-    first = chunk * (FOLD * GROUPS)
+    first = chunk * (FOLD * LANES * VECTOR)
     if (visible <= direct) | (visible <= topk) | (visible <= first):
         return
     row_ptr = scores_ptr + tl.multiple_of(token * score_stride, ALIGN)
     out_ptr = lists_ptr + token * list_stride + chunk * most
-    end = tl.minimum(visible, first + FOLD * GROUPS)
+    end = tl.minimum(visible, first + FOLD * LANES * VECTOR)
     if end - first > most:
         _narrow(
-            row_ptr, out_ptr, out_ptr, first, end, False, topk, most, ALIGN, FOLD, GROUPS
+            row_ptr, out_ptr, out_ptr, first, end, False, topk, most, ALIGN, FOLD, LANES
         )  # fmt: skip
     else:
-        lane = tl.arange(0, GROUPS)
+        lane = tl.arange(0, LANES * VECTOR)
         tl.store(out_ptr + lane, tl.where(first + lane < end, first + lane, -1), mask=lane < most)
 
 
@@ -292,7 +340,7 @@ def _finish_kernel(
     table_ptr, table_stride, table_width, rows_per_page, base,
     lane_ptr, lane_stride, indices_ptr,
     first_token, num_entries, topk, most, chunk, direct,
-    ALIGN: tl.constexpr, FOLD: tl.constexpr, GROUPS: tl.constexpr, SMALL: tl.constexpr,
+    ALIGN: tl.constexpr, FOLD: tl.constexpr, LANES: tl.constexpr, SMALL: tl.constexpr,
     NARROW: tl.constexpr,
 ):  # fmt: skip
     tile_token = tl.program_id(0).to(tl.int64)
@@ -306,10 +354,10 @@ def _finish_kernel(
         if NARROW:
             while end > SMALL:
                 kept = 0
-                for first in range(0, end, FOLD * GROUPS):
+                for first in range(0, end, FOLD * LANES * VECTOR):
                     _narrow(
-                        row_ptr, list_ptr, list_ptr + kept, first, tl.minimum(end, first + FOLD * GROUPS),
-                        listed, topk, most, ALIGN, FOLD, GROUPS,
+                        row_ptr, list_ptr, list_ptr + kept, first, tl.minimum(end, first + FOLD * LANES * VECTOR),
+                        listed, topk, most, ALIGN, FOLD, LANES,
                     )  # fmt: skip
                     kept += most
                 tl.debug_barrier()
@@ -319,8 +367,8 @@ def _finish_kernel(
     # where all visible entries are picked, nothing was written
     written = tl.where(visible > topk, topk, 0)
     slot = tl.maximum(tl.load(slot_ptr + token), 0).to(tl.int64)
-    for first in range(0, topk, GROUPS):
-        pick = first + tl.arange(0, GROUPS)
+    for first in range(0, topk, LANES * VECTOR):
+        pick = first + tl.arange(0, LANES * VECTOR)
         there = (pick < topk) & (pick < visible)
         entry = tl.load(list_ptr + pick, mask=pick < written, other=0)
         entry = tl.where(pick < written, entry, pick)
@@ -408,7 +456,7 @@ def _select(
     common = {
         "first_token": first, "num_entries": num_entries, "topk": topk, "most": 2 * topk,
         "direct": plan.direct,
-        "ALIGN": _align(scores_TN), "FOLD": tiles.fold, "GROUPS": tiles.groups,
+        "ALIGN": _align(scores_TN), "FOLD": tiles.fold, "LANES": tiles.lanes,
     }  # fmt: skip
     if plan.chunks:
         grid = (num_tokens, plan.chunks)
@@ -457,4 +505,38 @@ def _check_scratch(scratch: Tensor, need: int, topk: int) -> None:
 
 def variants() -> tuple[KernelVariant, ...]:
     """The kernels for the published dims: 512 picks (Flash) and 1,024 (Pro)."""
-    return ()
+    tiles = SelectTiles()
+    pointers = {"scores_ptr": "*fp32"} | dict.fromkeys(
+        ("visible_ptr", "slot_ptr", "lists_ptr", "table_ptr", "lane_ptr", "indices_ptr"), "*i32"
+    )
+    sizes = {"ALIGN": 4, "FOLD": tiles.fold, "LANES": tiles.lanes}
+
+    def variant(name: str, fn: Any, warps: int, more: dict[str, Any]) -> KernelVariant:
+        signature = pointers | dict.fromkeys(NUMBERS, "i32")
+        return KernelVariant(
+            name=name,
+            fn=fn,
+            signature={key: kind for key, kind in signature.items() if key in fn.arg_names},
+            constexprs=sizes | more,
+            num_warps=warps,
+            aligned=tuple(key for key in pointers if key in fn.arg_names),
+        )
+
+    return (
+        variant("select narrow", _narrow_kernel, tiles.narrow_warps, {}),
+        variant(
+            "select narrow and finish",
+            _finish_kernel,
+            tiles.narrow_warps,
+            {"SMALL": tiles.small[0], "NARROW": True},
+        ),
+        *(
+            variant(
+                f"select finish {small}",
+                _finish_kernel,
+                tiles.small_warps,
+                {"SMALL": small, "NARROW": False},
+            )
+            for small in tiles.small
+        ),
+    )
