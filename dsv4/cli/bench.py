@@ -13,15 +13,18 @@ from tqdm import tqdm
 
 from dsv4 import registry
 from dsv4.backend import Backend, torch_device
+from dsv4.bench import plot
+from dsv4.bench.operation import OPS
 from dsv4.bench.record import record
+from dsv4.bench.shapes import MODELS
 from dsv4.bench.step import StepBench
+from dsv4.cli import bench_op
 from dsv4.cli.arguments import (
     Commands,
     Parser,
     UsageError,
     add_command,
     add_compute,
-    add_json,
     add_pool,
     add_row_format,
     add_threads,
@@ -38,46 +41,73 @@ from dsv4.model.decoder import Decoder
 from dsv4.model.model import Model, dtype_of, load, resolve
 from dsv4.verify.golden import CONFIG, WEIGHTS
 
-KERNEL_BENCHES = ("attend", "prefill", "fill", "store", "compress", "score", "select")
-
 
 def add(commands: Commands) -> None:
     """Register the command."""
     parser = add_command(
-        commands, "bench", run, "measure speed; `step` is prefill and decoding as a whole"
+        commands,
+        "bench",
+        run,
+        "measure speed: step is prefill and decoding as a whole, the others are single operations",
     )
-    defaults = StepBench()
+    parser.add_argument("bench", choices=(*OPS, "step"), help="what to measure")
+    _add_step(parser)
+    _add_ops(parser)
+    add_pool(parser)
+    add_row_format(parser)
+    add_compute(parser, dtype="auto")
+    add_threads(parser)
     add = parser.add_argument
     add(
-        "bench",
-        choices=(*KERNEL_BENCHES, "step"),
-        help=f"only step runs today; {', '.join(KERNEL_BENCHES)} come with the GPU kernels",
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write one JSON object to FILE; without FILE, or with -, print it and nothing else",
     )
-    add("--checkpoint", default="tiny", metavar="CKPT", help="folder or tiny (default: tiny)")
-    add("--golden", type=Path, metavar="DIR", help="weights of a golden folder instead")
+    add("--out", type=Path, metavar="FILE.json", help="write the record there too")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the rows (needs the extra bench)")
+
+
+def _add_step(parser: Parser) -> None:
+    add, defaults = parser.add_argument, StepBench()
+    add("--checkpoint", default="tiny", metavar="CKPT", help="step: folder or tiny (default: tiny)")
+    add("--golden", type=Path, metavar="DIR", help="step: weights of a golden folder instead")
     add(
         "--lengths",
         type=_counts,
         default=defaults.lengths,
         metavar="1K,4K,32K",
-        help="prompt lengths (default: 1K,4K,32K)",
+        help="step: prompt lengths (default: 1K,4K,32K)",
     )
     add(
         "--batches",
         type=_counts,
-        default=defaults.batches,
         metavar="1,8",
-        help="requests that decode together (default: 1,8)",
+        help="requests that decode together (default: step 1,8; attend, store, compress 1 to 512 on a GPU)",
     )
-    _add_number(parser, "--steps", defaults.steps, "decode steps of a measurement")
-    _add_number(parser, "--repeats", defaults.repeats, "measurements, of which the median counts")
-    add_pool(parser)
-    add_row_format(parser)
-    add_compute(parser, dtype="auto")
-    add_threads(parser)
-    add_json(parser)
-    add("--out", type=Path, metavar="FILE.json", help="write the record there too")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the rows (needs the extra bench)")
+    _add_number(parser, "--steps", defaults.steps, "step: decode steps of a measurement")
+    _add_number(
+        parser, "--repeats", defaults.repeats, "step: measurements, of which the median counts"
+    )
+
+
+def _add_ops(parser: Parser) -> None:
+    add = parser.add_argument
+    add(
+        "--models",
+        type=_models,
+        default=MODELS,
+        metavar="flash,pro",
+        help="operations: whose dims are measured (default: both; small ones of their make on a CPU)",
+    )
+    add(
+        "--index-format",
+        default="fp8",
+        metavar="{fp32,bf16,fp8,fp4}",
+        help="score and compress: storage of indexer keys (default: fp8)",
+    )
+    add("--only", default="", metavar="TEXT", help="operations: cases whose name contains it")
 
 
 def _add_number(parser: Parser, name: str, default: int, text: str) -> None:
@@ -93,33 +123,49 @@ def _counts(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _models(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    unknown = [name for name in names if name not in MODELS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no model; give {', '.join(MODELS)}")
+    return names
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write what was asked for."""
-    if args.bench in KERNEL_BENCHES:
-        raise UsageError(f"bench {args.bench}: not available yet: it comes with the GPU kernels")
-    for option, path in (("--out", args.out), ("--plot", args.plot)):
+    written = [("--out", args.out), ("--plot", args.plot)]
+    if args.json not in (None, "-"):
+        written.append(("--json", Path(args.json)))
+    for option, path in written:
         if path is not None:
             _check_writable(option, path)
-    plot = _plotter(args.plot) if args.plot else None
-    bench = StepBench(
-        lengths=args.lengths, batches=args.batches, steps=args.steps, repeats=args.repeats
-    )
+    document = bench_op.measured(args) if args.bench in OPS else _measured_steps(args)
+    if args.json == "-":
+        print_json(document)
+    elif args.bench in OPS:
+        bench_op.show(document)
+    else:
+        _print(document, document["rows"], args.steps)
+    for path in (args.out, Path(args.json) if args.json not in (None, "-") else None):
+        if path is not None:
+            path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    # A wrong result has no time.
+    return int(any(row.get("time_us", 0.0) is None for row in document["rows"]))
+
+
+def _measured_steps(args: argparse.Namespace) -> dict[str, Any]:
+    draw = _plotter(args.plot) if args.plot else None
+    batches = args.batches or StepBench().batches
+    bench = StepBench(lengths=args.lengths, batches=batches, steps=args.steps, repeats=args.repeats)
     folder = args.golden or resolve(args.checkpoint)
     set_threads(args, ModelConfig.from_json(folder / CONFIG).hidden_size)
     engine = Engine(_model(args, bench))
     num_rows = len(bench.lengths) * (1 + len(bench.batches))
     # disable=None: no bar unless standard error is a terminal.
     rows = list(tqdm(bench.run(engine), total=num_rows, desc="bench", disable=None, leave=False))
-    document = record(rows, args.command_line, args.device) | {"pool": args.pool}
-    if args.json:
-        print_json(document)
-    else:
-        _print(document, rows, bench.steps)
-    if args.out is not None:
-        args.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    if plot is not None:
-        plot(rows)
-    return 0
+    if draw is not None:
+        draw(rows)
+    return record(rows, args.command_line, args.device) | {"pool": args.pool}
 
 
 def _check_writable(option: str, path: Path) -> None:
@@ -156,9 +202,7 @@ def _model(args: argparse.Namespace, bench: StepBench) -> Model:
 
 
 def _print(document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], steps: int) -> None:
-    for part in ("machine", "versions"):
-        print(", ".join(f"{name} {value}" for name, value in document[part].items()), end="; ")
-    print(document["date"])
+    bench_op.print_head(document)
     table = [("", "batch", "prompt", "tok/s", "ms", "ms/step")]
     for row in rows:
         ms, is_decode = row["seconds"] * 1e3, row["what"] == "decode"
@@ -177,18 +221,9 @@ def _print(document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], steps
 
 def _plotter(path: Path) -> Callable[[Sequence[Mapping[str, Any]]], None]:
     """Looked for before anything is measured, too."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("--plot: needs matplotlib; pip install 'dsv4[bench]'") from None
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    formats = figure.canvas.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise UsageError(
-            f"--plot {path}: no picture format; end it in {', '.join(sorted(formats))}"
-        )
+    figure = plot.figure_for(path)
 
-    def plot(rows: Sequence[Mapping[str, Any]]) -> None:
+    def draw(rows: Sequence[Mapping[str, Any]]) -> None:
         axes = figure.subplots()
         for what, batch in dict.fromkeys((row["what"], row["batch"]) for row in rows):
             line = [row for row in rows if (row["what"], row["batch"]) == (what, batch)]
@@ -200,4 +235,4 @@ def _plotter(path: Path) -> Callable[[Sequence[Mapping[str, Any]]], None]:
         axes.legend()
         figure.savefig(path)
 
-    return plot
+    return draw

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.conftest import Run
 
@@ -61,10 +63,75 @@ def test_a_folder_that_may_not_be_written_is_refused_before_measuring(
 
 
 @pytest.mark.parametrize(
-    "name", ["attend", "prefill", "fill", "store", "compress", "score", "select"]
+    "name", ["attend", "prefill", "fill", "store", "compress", "score", "select", "experts"]
 )
-def test_kernel_benches_say_that_they_need_kernels(run: Run, name: str) -> None:
-    assert f"bench {name}: not available" in run("bench", name).error
+def test_an_operation_is_measured_on_a_cpu_in_small_shapes(run: Run, name: str) -> None:
+    outcome = run("bench", name, "--kernels", "torch", "--models", "flash")
+    assert outcome.status == 0, outcome.err
+    machine, method, ceilings, names, *rows = outcome.out.splitlines()
+    assert machine.startswith("cpu ")
+    assert "kernels torch" in method
+    assert "wall clock of small shapes" in method
+    assert re.fullmatch(r"ceilings: copy .* GB/s, read .* GB/s, matmul .* TFLOP/s", ceilings)
+    assert names.split()[:2] == ["us", "GB/s"]
+    assert rows
+    assert all(row.startswith("flash") for row in rows)
+
+
+def test_an_operations_record_goes_to_a_file_and_to_the_screen(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "select.json"
+    outcome = run("bench", "select", "--kernels", "torch", "--json", file)
+    assert outcome.status == 0, outcome.err
+    assert outcome.out.startswith("cpu ")
+    found = json.loads(file.read_text())
+    assert {"machine", "versions", "command", "date", "rows", "method", "ceilings", "peers"} <= set(
+        found
+    )
+    assert {row["op"] for row in found["rows"]} == {"select"}
+    assert {row["case"] for row in found["rows"]} == {"flash", "pro"}
+    for flag in (("--json",), ("--json", "-")):
+        outcome = run(
+            "bench", "attend", "--kernels", "torch", "--batches", "2", "--only", "swa", *flag
+        )
+        assert [row["size"] for row in json.loads(outcome.out)["rows"]] == ["b=2"] * 2
+
+
+def test_a_roofline_is_drawn(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for op in ("attend", "select"):
+        picture = tmp_path / f"{op}.png"
+        assert run("bench", op, "--kernels", "torch", "--plot", picture).status == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("op", ["step", "select"])
+def test_a_missing_matplotlib_is_one_line(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "needs matplotlib" in run("bench", op, "--plot", tmp_path / "x.png").error
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--models", "large"), "'large' is no model; give flash, pro"),
+        (("--kernels", "unknown"), "unknown"),
+        (("--row-format", "fp7"), "fp7"),
+        (("--index-format", "fp7"), "fp7"),
+        (("--json", "nowhere/select.json"), "--json nowhere/select.json: no folder nowhere"),
+    ],
+)
+def test_bad_options_of_an_operation_are_one_line(
+    run: Run, words: tuple[str, ...], named: str
+) -> None:
+    assert named in run("bench", "select", *words).error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_one_line(run: Run) -> None:
+    assert "no CUDA device" in run("bench", "attend", "--device", "cuda").error
 
 
 @pytest.mark.parametrize(
