@@ -1,7 +1,7 @@
 """What follows the dots of `mix_triton`: gates, Sinkhorn, and the sub-block's normed input, in one launch.
 
 Sinkhorn is a long chain of short steps that the input does not wait for, so it has programs of its own.
-Legend: T tokens, N streams, D hidden, R rows of fn, C chunks or groups of chunks, J and K streams mixed from and to.
+Legend: T tokens, N streams, D hidden, R rows of fn, J and K streams mixed from and to.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ def _divide_by_sums(comb, AXIS: tl.constexpr, eps, real, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _sinkhorn(logits_TKJ, real, eps, iterations, PADDED: tl.constexpr):
-    """comb[j, k] of each token at [k, j]; `real` [1, N, N]: entries between streams, the others become 0."""
+def _sinkhorn(logits_TJK, real, eps, iterations, PADDED: tl.constexpr):
+    """comb [T, N, N]; `real` [1, N, N]: entries between streams, the others become 0."""
     if PADDED:
         # Entries of no stream: any finite value that is no maximum.
-        logits_TKJ = tl.where(real, logits_TKJ, -float("inf"))
-        any_real = tl.max(real.to(tl.int32), 1, keep_dims=True) > 0
-        logits_TKJ = tl.where(any_real, logits_TKJ, 0.0)
-    powers = tl.exp(logits_TKJ - tl.max(logits_TKJ, 1, keep_dims=True))
-    comb = tl.div_rn(powers, tl.broadcast_to(tl.sum(powers, 1, keep_dims=True), powers.shape)) + eps
+        logits_TJK = tl.where(real, logits_TJK, -float("inf"))
+        any_real = tl.max(real.to(tl.int32), 2, keep_dims=True) > 0
+        logits_TJK = tl.where(any_real, logits_TJK, 0.0)
+    powers = tl.exp(logits_TJK - tl.max(logits_TJK, 2, keep_dims=True))
+    comb = tl.div_rn(powers, tl.broadcast_to(tl.sum(powers, 2, keep_dims=True), powers.shape)) + eps
     if PADDED:
         comb = tl.where(real, comb, 0.0)
-    comb = _divide_by_sums(comb, 2, eps, real, PADDED)
+    comb = _divide_by_sums(comb, 1, eps, real, PADDED)
     for _ in range(iterations - 1):
-        comb = _divide_by_sums(comb, 1, eps, real, PADDED)
         comb = _divide_by_sums(comb, 2, eps, real, PADDED)
+        comb = _divide_by_sums(comb, 1, eps, real, PADDED)
     return comb
 
 
 @triton.jit
 def _gates(
-    part_ptr, base_ptr, scale_ptr, post_ptr, comb_ptr, tile, num_tokens, groups, group_chunks,
+    part_ptr, base_ptr, scale_ptr, post_ptr, comb_ptr, tile, num_tokens, group_chunks,
     hidden, rms_eps, hc_eps, iterations, rows,
     STREAMS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr,
@@ -70,37 +70,32 @@ def _gates(
     """post and comb of TOKENS tokens."""
     SQUARE: tl.constexpr = BLOCK_N * BLOCK_N
     token = tile * TOKENS + tl.arange(0, TOKENS)
-    group = tl.arange(0, GROUPS)
     is_token = token < num_tokens
-    # Layouts follow from the loads. Groups outermost and entries column-major (apart in memory) give a thread most
-    # groups of one entry of one token; else Sinkhorn would hold several entries a thread and divide them in turn.
-    live = (group < groups)[:, None] & is_token[None, :]
-    place = (token.to(tl.int64)[None, :] * groups + group[:, None]) * (group_chunks * BLOCK_R)
-    parts = part_ptr + place
+    row = tl.arange(0, BLOCK_R)
+    live = is_token[:, None] & (row <= rows)[None, :]
+    place = token.to(tl.int64)[:, None] * (GROUPS * group_chunks * BLOCK_R) + row[None, :]
+    # One group at a time: of a tile no larger than the program every thread holds one value, and Sinkhorn then has one
+    # entry a thread. Of a larger one it would hold several, and divide them in turn.
+    sums = tl.zeros([TOKENS, BLOCK_R], tl.float32)
+    for group in tl.static_range(GROUPS):
+        parts = part_ptr + place + group * group_chunks * BLOCK_R
+        sums += _group_sums(parts, live, group_chunks, GROUP, BLOCK_R)
+    squares = tl.sum(tl.where(row[None, :] == rows, sums, 0.0), 1)
+    inverse = _inverse_rms(squares, STREAMS * hidden, rms_eps)[:, None]
+    first = token.to(tl.int64)[:, None] * STREAMS
+
     n = tl.arange(0, BLOCK_N)
     is_stream = n < STREAMS
-    entry = tl.arange(0, SQUARE)
-    j, k = entry % BLOCK_N, entry // BLOCK_N
-    is_entry = (j < STREAMS) & (k < STREAMS)
-    at = j * STREAMS + k
-    # All loads before the first reduction, whose barriers would hold them up.
-    squares = _group_sums(parts + rows, live, group_chunks, GROUP, BLOCK_R)
-    post = _group_sums(
-        parts[:, :, None] + (STREAMS + n)[None, None, :],
-        live[:, :, None] & is_stream[None, None, :], group_chunks, GROUP, BLOCK_R,
-    )  # fmt: skip
-    comb = _group_sums(
-        parts[:, :, None] + (2 * STREAMS + at)[None, None, :],
-        live[:, :, None] & is_entry[None, None, :], group_chunks, GROUP, BLOCK_R,
-    )  # fmt: skip
-    post_base = tl.load(base_ptr + STREAMS + n, mask=is_stream, other=0.0)
-    comb_base = tl.load(base_ptr + 2 * STREAMS + at, mask=is_entry, other=0.0)
-    post_scale, comb_scale = tl.load(scale_ptr + 1), tl.load(scale_ptr + 2)
-    inverse = _inverse_rms(tl.sum(squares, 0), STREAMS * hidden, rms_eps)[:, None]
-    post = 2 * _sigmoid(post_base[None, :] + tl.sum(post, 0) * inverse * post_scale)
-    first = token.to(tl.int64)[:, None] * STREAMS
+    base = tl.load(base_ptr + STREAMS + n, mask=is_stream, other=0.0)[None, :]
+    post = 2 * _sigmoid(base + _columns(sums, STREAMS + n) * inverse * tl.load(scale_ptr + 1))
     tl.store(post_ptr + first + n[None, :], post, mask=is_token[:, None] & is_stream[None, :])
-    logits = comb_base[None, :] + tl.sum(comb, 0) * inverse * comb_scale
+
+    entry = tl.arange(0, SQUARE)
+    j, k = entry // BLOCK_N, entry % BLOCK_N
+    is_entry = (j < STREAMS) & (k < STREAMS)
+    at = tl.where(is_entry, j * STREAMS + k, 0)
+    base = tl.load(base_ptr + 2 * STREAMS + at, mask=is_entry, other=0.0)[None, :]
+    logits = base + _columns(sums, 2 * STREAMS + at) * inverse * tl.load(scale_ptr + 2)
     comb = _sinkhorn(
         tl.reshape(logits, [TOKENS, BLOCK_N, BLOCK_N]), tl.reshape(is_entry, [1, BLOCK_N, BLOCK_N]),
         hc_eps, iterations, BLOCK_N != STREAMS,
@@ -108,6 +103,13 @@ def _gates(
     comb_ptrs = comb_ptr + first * STREAMS + at[None, :]
     written = is_token[:, None] & is_entry[None, :]
     tl.store(comb_ptrs, tl.reshape(comb, [TOKENS, SQUARE]), mask=written)
+
+
+@triton.jit
+def _columns(x, column):
+    """x[:, column]."""
+    index = tl.broadcast_to(column[None, :], [x.shape[0], column.shape[0]])
+    return tl.gather(x, index, 1)
 
 
 @triton.jit
@@ -130,10 +132,11 @@ def _mixed(x, weights, DTYPE: tl.constexpr):
 
 @triton.jit
 def _input(
-    x_ptr, part_ptr, base_ptr, scale_ptr, norm_ptr, out_ptr, token, groups, group_chunks,
+    x_ptr, part_ptr, base_ptr, scale_ptr, norm_ptr, out_ptr, token, group_chunks,
     x_stride, stream_stride, hidden, rms_eps, hc_eps, rows,
     STREAMS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, HOLD: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
+    HOLD: tl.constexpr,
 ):  # fmt: skip
     """One token's weighted sum of the streams, normed. HOLD: BLOCK_D covers hidden, so that it is read once."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -144,9 +147,9 @@ def _input(
         x = _load_streams(
             x_ptr, token, x_stride, stream_stride, hidden, lane, STREAMS, BLOCK_N
         )  # fmt: skip
-    group = tl.arange(0, GROUPS)
-    live = group < groups
-    parts = part_ptr + (token * groups + group) * (group_chunks * BLOCK_R)
+    group = tl.arange(0, BLOCK_G)
+    live = group < GROUPS
+    parts = part_ptr + (token * GROUPS + group) * (group_chunks * BLOCK_R)
     n = tl.arange(0, BLOCK_N)
     is_stream = n < STREAMS
     ok = live[:, None] & is_stream[None, :]
@@ -187,22 +190,23 @@ def _input(
 @triton.jit(do_not_specialize=["num_tokens", "gate_programs", "group_chunks"])
 def finish_kernel(
     x_ptr, part_ptr, base_ptr, scale_ptr, norm_ptr, out_ptr, post_ptr, comb_ptr,
-    x_stride, stream_stride, hidden, rows, groups, iterations, rms_eps, hc_eps,
+    x_stride, stream_stride, hidden, rows, iterations, rms_eps, hc_eps,
     num_tokens, gate_programs, group_chunks,
     STREAMS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr, HOLD: tl.constexpr,
+    BLOCK_G: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr,
+    HOLD: tl.constexpr,
 ):  # fmt: skip
     """Programs [0, gate_programs): post and comb of TOKENS tokens each. The others: one token's input each."""
     program = tl.program_id(0)
     if program < gate_programs:
         _gates(
-            part_ptr, base_ptr, scale_ptr, post_ptr, comb_ptr, program, num_tokens, groups,
+            part_ptr, base_ptr, scale_ptr, post_ptr, comb_ptr, program, num_tokens,
             group_chunks, hidden, rms_eps, hc_eps, iterations, rows,
             STREAMS, BLOCK_N, BLOCK_R, GROUPS, GROUP, TOKENS,
         )  # fmt: skip
     else:
         _input(
             x_ptr, part_ptr, base_ptr, scale_ptr, norm_ptr, out_ptr, program - gate_programs,
-            groups, group_chunks, x_stride, stream_stride, hidden, rms_eps, hc_eps, rows,
-            STREAMS, BLOCK_N, BLOCK_R, GROUPS, GROUP, BLOCK_D, HOLD,
+            group_chunks, x_stride, stream_stride, hidden, rms_eps, hc_eps, rows,
+            STREAMS, BLOCK_N, BLOCK_R, GROUPS, BLOCK_G, GROUP, BLOCK_D, HOLD,
         )  # fmt: skip

@@ -121,19 +121,19 @@ def post_kernel(
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     inside = channel < hidden
-    n = tl.arange(0, BLOCK_N)[:, None]
+    n = tl.arange(0, BLOCK_N)
     is_stream = n < STREAMS
     y = tl.load(y_ptr + token * y_stride + channel, mask=inside, other=0.0)
-    out = tl.load(post_ptr + token * STREAMS + n, mask=is_stream, other=0.0) * to_fp32(y)
+    out = tl.load(post_ptr + token * STREAMS + n, mask=is_stream, other=0.0)[:, None] * to_fp32(y)
     for j in tl.static_range(STREAMS):
         comb_ptrs = comb_ptr + (token * STREAMS + j) * STREAMS + n
         comb = tl.load(comb_ptrs, mask=is_stream, other=0.0)
         x = tl.load(
             x_ptr + token * x_stride + j * stream_stride + channel, mask=inside, other=0.0
         )  # fmt: skip
-        out += comb * to_fp32(x)
-    out_ptrs = out_ptr + (token * STREAMS + n) * hidden + channel
-    tl.store(out_ptrs, cast(out, out_ptr.dtype.element_ty), mask=is_stream & inside)
+        out += comb[:, None] * to_fp32(x)
+    out_ptrs = out_ptr + (token * STREAMS + n)[:, None] * hidden + channel
+    tl.store(out_ptrs, cast(out, out_ptr.dtype.element_ty), mask=is_stream[:, None] & inside)
 
 
 @frozen
@@ -186,8 +186,8 @@ class Shape:
     def finish(self) -> dict[str, Any]:
         return {
             "STREAMS": self.streams, "BLOCK_N": next_pow2(self.streams), "BLOCK_R": self.block_r,
-            "GROUPS": next_pow2(self.groups), "GROUP": self.group, "TOKENS": GATE_TOKENS,
-            "BLOCK_D": self.block_d, "HOLD": self.block_d >= self.hidden,
+            "GROUPS": self.groups, "BLOCK_G": next_pow2(self.groups), "GROUP": self.group,
+            "TOKENS": GATE_TOKENS, "BLOCK_D": self.block_d, "HOLD": self.block_d >= self.hidden,
         }  # fmt: skip
 
     def finish_warps(self) -> int:
@@ -234,7 +234,7 @@ def _mix(
     post_TN, comb_TNN = gates or (parts_TCR, parts_TCR)
     finish_kernel[(gate_programs + num_tokens,)](
         streams_TND, parts_TCR, weights.base, weights.scale, norm, out_TD, post_TN, comb_TNN,
-        streams_TND.stride(0), streams_TND.stride(1), hidden, fn.shape[0], shape.groups,
+        streams_TND.stride(0), streams_TND.stride(1), hidden, fn.shape[0],
         iterations, eps, hc_eps, num_tokens, gate_programs, group_chunks,
         **shape.finish(), num_warps=shape.finish_warps(), num_stages=STAGES,
     )  # fmt: skip
