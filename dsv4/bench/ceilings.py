@@ -54,7 +54,7 @@ def measure_ceilings(device: torch.device, timer: Timer) -> Ceilings:
         read_gbs=4 * numel / read_us / 1e3,
         matmul_tflops=_matmul_tflops(device, timer, SMALL_WIDTH if small else MATMUL_WIDTH),
         fp8_matmul_tflops=None if small else _fp8_tflops(device, timer),
-        empty_us=None if small else _empty_us(device, timer),
+        empty_us=None if small else _empty_us(timer),
     )
 
 
@@ -94,10 +94,9 @@ def _fp8_tflops(device: torch.device, timer: Timer) -> float | None:
         return None
 
 
-def _empty_us(device: torch.device, timer: Timer) -> float | None:
+def _empty_us(timer: Timer) -> float | None:
     if importlib.util.find_spec("triton") is None:
         return None
     from dsv4.bench.empty_triton import empty
 
-    tensor = torch.zeros(1, device=device)
-    return timer.microseconds([lambda: empty(tensor)] * timer.max_calls)
+    return timer.microseconds([empty] * timer.max_calls)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
-from torch import Tensor
 
 
-def _empty_kernel(ptr: Any) -> None:
+def _empty_kernel() -> None:
     pass
 
 
 _compiled = triton.jit(_empty_kernel)
 
 
-def empty(tensor: Tensor) -> None:
-    """Launch it."""
-    _compiled[(1,)](tensor)
+def empty() -> None:
+    """Launch it on the current device."""
+    _compiled[(1,)]()
