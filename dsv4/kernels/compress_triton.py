@@ -1,0 +1,203 @@
+"""Compress on GPUs: one launch where every request's tokens are stored in place, at most two where there are chunks.
+
+Legend: T tokens, B requests, E closing windows, S fold segments, J fold steps, M pooled tokens, C projected channels,
+D channels of an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+from attrs import frozen
+from torch import Tensor
+
+from dsv4.kernels.base import CompressKernel, Rounding
+from dsv4.kernels.fold_triton import finish_kernel, fold_in_place_kernel, fold_kernel
+from dsv4.kernels.overlap_triton import overlap_kernel
+from dsv4.kernels.rows_triton import row_args, rounding_code
+from dsv4.kernels.triton_launch import KernelVariant, interpreting, next_pow2
+from dsv4.metadata.plans import CompressorTarget, FoldPlan, OverlapPlan
+
+OPTIONS: Mapping[str, Any] = {"enable_fp_fusion": False}
+"""Torch folds too, when a pool exports its state, and it fuses no multiplication with an addition."""
+
+
+@frozen(kw_only=True)
+class Config:
+    """Sizes of programs. None of them changes a bit of a result."""
+
+    width: int
+    """Lanes of a tile that holds a whole entry."""
+    num_warps: int
+    """Of programs that hold a whole entry: 4 channels, 16 bytes, a thread."""
+    rows: int
+    """Tokens whose raw rows one program writes."""
+    columns: int
+    """Channels that it moves at a time."""
+    ahead: int
+    """Tokens that a fold loads before it folds the first, where each needs an index."""
+    channels: int
+    """Channels of a program that folds for a chunk: one warp of one thread a channel, because a fold is serial and
+    the number of programs is what keeps memory busy."""
+    run: int
+    """As `ahead`, of neighbouring tokens of a chunk. The compiler's time grows with its third power."""
+    prefetch: bool
+    requests: int = 128
+    """Accumulators whose counts one program writes."""
+
+
+def config_of(dim: int, *, hip: bool, interpreted: bool) -> Config:
+    """The configuration of a compressor of `dim` channels."""
+    width = next_pow2(dim)
+    return Config(
+        width=width,
+        num_warps=min(max(width // 128, 1), 8),
+        rows=4,
+        columns=min(width, 512),
+        ahead=4,
+        channels=min(width, 64 if hip else 32),
+        run=4 if interpreted else 16,
+        prefetch=not hip and not interpreted,
+    )
+
+
+def _config(dim: int) -> Config:
+    return config_of(dim, hip=torch.version.hip is not None, interpreted=interpreting())
+
+
+class TritonCompress(CompressKernel):
+    def overlap(
+        self,
+        projected_TC: Tensor,
+        *,
+        ape_MC: Tensor,
+        norm: Tensor,
+        eps: float,
+        plan: OverlapPlan,
+        target: CompressorTarget,
+        rounding: Rounding,
+    ) -> None:
+        num_tokens, num_closing = projected_TC.shape[0], target.entry_loc_E.shape[0]
+        if num_tokens == 0:
+            return
+        config = _config(norm.shape[0])
+        arguments = _arguments(projected_TC, ape_MC, norm, eps, plan, target, rounding, config)
+        state_programs = triton.cdiv(num_tokens, config.rows)
+        if plan.in_place:
+            # no row that is read for an entry is written: neither has to come first
+            _launch(overlap_kernel, (num_closing + state_programs,), arguments, config.num_warps)
+            return
+        if num_closing:
+            _launch(overlap_kernel, (num_closing,), arguments, config.num_warps)
+        arguments["num_closing"] = 0
+        _launch(overlap_kernel, (state_programs,), arguments, config.num_warps)
+
+    def fold(
+        self,
+        projected_TC: Tensor,
+        *,
+        ape_MC: Tensor,
+        norm: Tensor,
+        eps: float,
+        plan: FoldPlan,
+        target: CompressorTarget,
+        rounding: Rounding,
+    ) -> None:
+        num_tokens, num_requests = projected_TC.shape[0], plan.accumulator_loc_B.shape[0]
+        if num_tokens == 0 or num_requests == 0:
+            return
+        config = _config(norm.shape[0])
+        arguments = _arguments(projected_TC, ape_MC, norm, eps, plan, target, rounding, config)
+        arguments |= _fold_arguments(plan, target, config)
+        if plan.in_place:
+            _launch(fold_in_place_kernel, (num_requests,), arguments, config.num_warps)
+            return
+        parts = triton.cdiv(norm.shape[0], config.channels)
+        narrow = arguments | {"D": config.channels}
+        _launch(fold_kernel, (plan.source_SJ.shape[0], parts), narrow, 1)
+        programs = target.entry_loc_E.shape[0] + triton.cdiv(num_tokens, config.rows)
+        programs += triton.cdiv(num_requests, config.requests)
+        _launch(finish_kernel, (programs,), arguments, config.num_warps)
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], num_warps: int
+) -> None:
+    """Launch a kernel with those of the arguments that it names."""
+    named = {name: arguments[name] for name in kernel.arg_names}
+    kernel[grid](**named, num_warps=num_warps, **OPTIONS)
+
+
+def _arguments(
+    projected_TC: Tensor,
+    ape_MC: Tensor,
+    norm: Tensor,
+    eps: float,
+    plan: OverlapPlan | FoldPlan,
+    target: CompressorTarget,
+    rounding: Rounding,
+    config: Config,
+) -> dict[str, Any]:
+    """Arguments of every kernel, by name."""
+    table, state, rope = row_args(target.entry_view), target.state_view, plan.entry_rope
+    return {
+        "projected_ptr": projected_TC,
+        "projected_stride": projected_TC.stride(0),
+        "num_tokens": projected_TC.shape[0],
+        "ape_ptr": ape_MC,
+        "ape_stride": ape_MC.stride(0),
+        "ape_row_ptr": plan.ape_row_T,
+        "source_ptr": plan.source_EM if isinstance(plan, OverlapPlan) else plan.source_SJ,
+        "state_loc_ptr": plan.state_loc_T,
+        "state_ptr": state.storage,
+        "state_stride": state.storage.stride(0),
+        "num_state_rows": state.num_rows,
+        "norm_ptr": norm,
+        "eps": eps,
+        "cos_ptr": rope.cos_TP,
+        "sin_ptr": rope.sin_TP,
+        "entry_loc_ptr": target.entry_loc_E,
+        "num_closing": target.entry_loc_E.shape[0],
+        "table_ptr": table.storage,
+        "table_stride": table.stride,
+        "num_entry_rows": table.num_rows,
+        "RATIO": plan.ratio,
+        "DIM": norm.shape[0],
+        "ROPE": 2 * rope.cos_TP.shape[1],
+        "ROUNDING": rounding_code(rounding),
+        "KIND": table.kind,
+        "PLANE_ROWS": table.plane_rows,
+        "D": config.width,
+        "ROWS": config.rows,
+        "COLS": config.columns,
+    }
+
+
+def _fold_arguments(plan: FoldPlan, target: CompressorTarget, config: Config) -> dict[str, Any]:
+    """What the kernels of `fold` take besides."""
+    accumulators = target.accumulator_view
+    assert accumulators is not None
+    return {
+        "starts_ptr": plan.starts_B1,
+        "closing_indptr_ptr": plan.closing_indptr_B1,
+        "position_ptr": plan.position_SJ,
+        "start_ptr": plan.start_S,
+        "num_steps": plan.source_SJ.shape[1],
+        "accumulator_row_ptr": plan.accumulator_row_S,
+        "accumulator_loc_ptr": plan.accumulator_loc_B,
+        "folded_ptr": plan.folded_B,
+        "num_requests": plan.folded_B.shape[0],
+        "accumulator_ptr": accumulators.storage,
+        "accumulator_stride": accumulators.storage.stride(0),
+        "num_accumulators": accumulators.num_rows,
+        "pooled_ptr": target.pooled_EC,
+        "pooled_stride": target.pooled_EC.stride(0),
+        "STEPS": next_pow2(max(plan.ratio, plan.source_SJ.shape[1])),
+        "RUN": config.run,
+        "PREFETCH": config.prefetch,
+        "AHEAD": config.ahead,
+        "REQUESTS": config.requests,
+    }

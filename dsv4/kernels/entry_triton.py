@@ -1,0 +1,123 @@
+"""Device functions that both compressors share: raw rows of tokens, and a pooled entry's way into its table.
+
+D lanes of a tile (a power of two). A raw row is `kv | gate + position bias`, fp32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from dsv4.kernels.rows_triton import rounded, store_rows
+from dsv4.kernels.tile_triton import load_rope, rotate
+
+# The interpreter knows no libdevice.
+_INTERPRETING = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def exp(x):
+    """The exponential of the device's C library: torch folds with the same one when a pool exports its state."""
+    if _INTERPRETING:
+        return tl.exp(x)
+    return libdevice.exp(x)
+
+
+@triton.jit
+def only_if(flag, mask):
+    """`flag & mask` of a scalar flag and a tile's mask: the interpreter would make integers of them."""
+    return tl.where(flag, mask, False)
+
+
+@triton.jit
+def tree_sum(x, N: tl.constexpr, D: tl.constexpr):
+    """Sums [N] over D lanes, neighbours first. The order is part of the bits: left to the compiler it would follow the
+    tile's layout, which may differ between kernels and row formats."""
+    for step in tl.static_range(0, 16):
+        if (1 << step) < D:
+            x = tl.sum(tl.reshape(x, [N, D >> (step + 1), 2]), 2)
+    return tl.reshape(x, [N])
+
+
+@triton.jit
+def find_raw(
+    source, projected_ptr, projected_stride, state_ptr, state_stride, num_state_rows, num_tokens
+):
+    """(address of a raw row, whether it is one of this forward's tokens, whether it is a row at all)."""
+    live = (source >= 0) & (source < num_state_rows + num_tokens)
+    own = live & (source >= num_state_rows)
+    row = tl.where(own, source - num_state_rows, tl.where(live, source, 0)).to(tl.int64)
+    base = tl.where(own, projected_ptr, state_ptr)
+    return base + row * tl.where(own, projected_stride, state_stride), own, live
+
+
+@triton.jit
+def store_raw(
+    first,
+    end,
+    projected_ptr,
+    projected_stride,
+    ape_ptr,
+    ape_stride,
+    ape_row_ptr,
+    state_loc_ptr,
+    state_ptr,
+    state_stride,
+    num_state_rows,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Write the raw rows of the tokens [first, min(first + ROWS, end)) that have a state row."""
+    token = first + tl.arange(0, ROWS)
+    inside = token < end
+    loc = tl.load(state_loc_ptr + token, mask=inside, other=-1)
+    ape_row = tl.load(ape_row_ptr + token, mask=inside, other=0)
+    ok = ((loc >= 0) & (loc < num_state_rows))[:, None]
+    source = projected_ptr + token.to(tl.int64)[:, None] * projected_stride
+    target = state_ptr + loc.to(tl.int64)[:, None] * state_stride
+    bias = ape_ptr + ape_row.to(tl.int64)[:, None] * ape_stride
+    for start in tl.static_range(0, CHANNELS, COLS):
+        lane = start + tl.arange(0, COLS)[None, :]
+        mask = ok & (lane < CHANNELS)
+        kv = tl.load(source + lane, mask=mask, other=0.0)
+        gate = tl.load(source + CHANNELS + lane, mask=mask, other=0.0)
+        ape = tl.load(bias + lane, mask=mask, other=0.0)
+        tl.store(target + lane, kv, mask=mask)
+        tl.store(target + CHANNELS + lane, gate + ape, mask=mask)
+
+
+@triton.jit
+def store_entry(
+    pooled,
+    entry,
+    loc,
+    norm_ptr,
+    eps,
+    cos_ptr,
+    sin_ptr,
+    table_ptr,
+    table_stride,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    KIND: tl.constexpr,
+    PLANE_ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Norm, rotate (by row `entry` of the rope table), round and store pooled channels [D] as row `loc`, a legal one.
+    Lanes behind DIM must be 0."""
+    nope: tl.constexpr = DIM - ROPE
+    lane = tl.arange(0, D)[None, :]
+    x = tl.reshape(pooled, [1, D])
+    mean = tl.div_rn(tree_sum(x * x, 1, D), tl.full([1], DIM, tl.float32))
+    scale = tl.div_rn(tl.full([1], 1.0, tl.float32), tl.sqrt_rn(mean + eps))
+    x = x * scale[:, None] * tl.load(norm_ptr + lane, mask=lane < DIM, other=0.0)
+    row = tl.zeros([1], tl.int32)
+    ok = row == 0
+    if ROPE:
+        cos, sin, turned = load_rope(cos_ptr, sin_ptr, row + entry, ok, nope, ROPE, D)
+        x = rotate(x, cos, sin, turned, 1, D, nope % 2)
+    x = rounded(x, ROUNDING, KIND, DIM, nope, 1, D)
+    store_rows(table_ptr, table_stride, row + loc, ok, x, KIND, DIM, nope, PLANE_ROWS, 1, D)
