@@ -207,6 +207,16 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def _strides(streams_TND: Tensor) -> tuple[int, int]:
+    """Of tokens and streams. The stride of a single token has no meaning; it must not choose another compilation, which
+    could sum in another order."""
+    num_tokens, num_streams, hidden = streams_TND.shape
+    return (
+        streams_TND.stride(0) if num_tokens > 1 else num_streams * hidden,
+        streams_TND.stride(1) if num_streams > 1 else hidden,
+    )
+
+
 def _mix(
     streams_TND: Tensor, weights: MixWeights, norm: Tensor, gates: tuple[Tensor, Tensor] | None,
     *, eps: float, hc_eps: float, iterations: int,
@@ -225,7 +235,7 @@ def _mix(
         num_tokens, num_parts, shape.block_r, dtype=torch.float32, device=out_TD.device
     )
     dots_kernel[(tiles, num_parts)](
-        streams_TND, fn, parts_TCR, streams_TND.stride(0), streams_TND.stride(1), fn.stride(0),
+        streams_TND, fn, parts_TCR, *_strides(streams_TND), fn.stride(0),
         hidden, fn.shape[0], shape.chunk, shape.stream_chunks, num_tokens, chunks_each,
         **shape.dots(streams_TND.dtype, dot_dtype(streams_TND)),
         num_warps=DOTS_WARPS, num_stages=STAGES,
@@ -234,8 +244,8 @@ def _mix(
     post_TN, comb_TNN = gates or (parts_TCR, parts_TCR)
     finish_kernel[(gate_programs + num_tokens,)](
         streams_TND, parts_TCR, weights.base, weights.scale, norm, out_TD, post_TN, comb_TNN,
-        streams_TND.stride(0), streams_TND.stride(1), hidden, fn.shape[0],
-        iterations, eps, hc_eps, num_tokens, gate_programs, group_chunks,
+        *_strides(streams_TND), hidden, fn.shape[0], iterations, eps, hc_eps,
+        num_tokens, gate_programs, group_chunks,
         **shape.finish(), num_warps=shape.finish_warps(), num_stages=STAGES,
     )  # fmt: skip
     return out_TD
@@ -271,7 +281,7 @@ class TritonMix(MixKernel):
         launch = Shape(num_streams, hidden).post()
         post_kernel[(num_tokens, -(-hidden // launch["BLOCK_D"]))](
             y_TD, streams_TND, post_TN.contiguous(), comb_TNN.contiguous(), out_TND,
-            y_TD.stride(0), streams_TND.stride(0), streams_TND.stride(1), hidden,
+            y_TD.stride(0), *_strides(streams_TND), hidden,
             **launch, num_warps=POST_WARPS, num_stages=STAGES,
         )  # fmt: skip
         return out_TND
