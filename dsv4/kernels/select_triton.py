@@ -28,6 +28,9 @@ NEG_INF: tl.constexpr = tl.constexpr(-2139095041)
 """Key of -inf, the lowest of all scores."""
 VECTOR: tl.constexpr = tl.constexpr(4)
 """Scores of a 16-byte load."""
+RUN_LENGTH = 8
+RUN: tl.constexpr = tl.constexpr(RUN_LENGTH)
+"""Consecutive scores of a thread: a whole sector. Each run costs a step of the scan."""
 NO_KEY: tl.constexpr = tl.constexpr(-(2**31))
 """Below every key: a lane without an entry."""
 LAST_KEY: tl.constexpr = tl.constexpr(2**31 - 1)
@@ -44,13 +47,13 @@ class SelectTiles:
 
     fold: int = 8
     """F: 8 halves the candidates against one group per thread; beyond it the bound gets no tighter."""
-    lanes: int = 512
-    """One thread each. Groups, four a thread, are at least twice the picks, or the K-th largest maximum bounds little."""
+    lanes: int = 256
+    """One thread each. Groups, eight a thread, are at least twice the picks, or the K-th largest maximum bounds little."""
     small: tuple[int, ...] = (2048, 4096)
     """Candidates that the exact search takes: two full lists of Flash, of Pro."""
-    narrow_warps: int = 16
+    narrow_warps: int = 8
     """32 scores a thread: two programs share an SM's registers."""
-    small_warps: int = 8
+    small_warps: int = 4
     scan: int = field(default=4096)
     """Entries a step of the kernel for more picks than a tile can bound."""
 
@@ -61,7 +64,7 @@ class SelectTiles:
 
     @property
     def groups(self) -> int:
-        return 4 * self.lanes
+        return RUN_LENGTH * self.lanes
 
 
 @frozen(kw_only=True)
@@ -88,10 +91,15 @@ def plan_select(tiles: SelectTiles, num_entries: int, topk: int) -> SelectPlan:
 
 
 @triton.jit
+def _ordered(x):
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def _key(x):
     """int32 in the order of the scores: NaN as -inf, -0 as 0."""
-    bits = (tl.where(x == x, x, float("-inf")) + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return _ordered(tl.where(x == x, x, float("-inf")) + 0.0)
 
 
 @triton.jit
@@ -108,58 +116,55 @@ def _log2(x):
 
 
 @triton.jit
-def _guess(low, high, above_low, above_high, wanted, curved):
+def _guess(low, high, above_low, above_high, wanted, curved, CURVES: tl.constexpr):
     """Key at which `wanted` scores should be reached, on a line through the bounds; `curved`: through the logarithms
-    of their counts, which is how a tail falls."""
-    above_low, above_high = above_low.to(tl.float32), above_high.to(tl.float32)
-    straight = (above_low - wanted) / (above_low - above_high)
-    top = _log2(above_low + 0.5)
-    bent = (top - _log2(wanted + 0.5)) / (top - _log2(above_high + 0.5))
-    bottom = _value(low)
-    return _key(bottom + (_value(high) - bottom) * tl.where(curved, bent, straight))
+    of their counts, which is how a tail falls. Any key may come out."""
+    top, bottom = above_low.to(tl.float32), above_high.to(tl.float32)
+    if CURVES:
+        top = tl.where(curved, _log2(top + 0.5), top)
+        bottom = tl.where(curved, _log2(bottom + 0.5), bottom)
+        wanted = tl.where(curved, _log2(wanted + 0.5), wanted)
+    start = _value(low)
+    return _ordered(start + (_value(high) - start) * ((top - wanted) / (top - bottom)))
 
 
 @triton.jit
 def _bracket(
-    x, low, high, above_low, above_high, topk, most, CURVED: tl.constexpr, FLOAT: tl.constexpr
+    x, low, high, above_low, above_high, topk, most, CURVES: tl.constexpr, FLOAT: tl.constexpr
 ):
     """Tighten keys low < high until topk..most values reach low (`above_low`) or nothing lies between the two.
 
     Before and after: at least topk reach low, fewer reach high. Each step counts at two pivots in one reduction, a
-    guess and the middle, which bounds the steps by 32 whatever the values are. x holds scores (FLOAT) or keys. Guesses
-    alternate between straight and curved; CURVED: which comes first.
+    guess and the middle, which bounds the steps by 32 whatever the values are. x holds scores (FLOAT) or keys.
+    CURVES: every other guess is curved, the first one too.
     """
-    curved = tl.full([], CURVED, tl.int32)
     wanted = (topk + most).to(tl.float32) * 0.5
+    curved = low == low
     while (above_low > most) & (high - 1 > low):
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        guess = _guess(low, high, above_low, above_high, wanted, curved != 0)
+        guess = _guess(low, high, above_low, above_high, wanted, curved, CURVES)
         guess = tl.where((guess > low) & (guess < high), guess, middle)
+        first, second = tl.minimum(guess, middle), tl.maximum(guess, middle)
         if FLOAT:
-            reach, reach_middle = x >= _value(guess), x >= _value(middle)
+            reach_first, reach_second = x >= _value(first), x >= _value(second)
         else:
-            reach, reach_middle = x >= guess, x >= middle
-        counts = tl.sum(reach.to(tl.int32) + (reach_middle.to(tl.int32) << 16))
-        low, high, above_low, above_high = _tighten(
-            low, high, above_low, above_high, guess, counts & 0xFFFF, topk
+            reach_first, reach_second = x >= first, x >= second
+        counts = tl.sum(reach_first.to(tl.int32) + (reach_second.to(tl.int32) << 16))
+        count_first, count_second = counts & 0xFFFF, (counts >> 16) & 0xFFFF
+        above_low = tl.where(
+            count_second >= topk,
+            count_second,
+            tl.where(count_first >= topk, count_first, above_low),
         )
-        low, high, above_low, above_high = _tighten(
-            low, high, above_low, above_high, middle, (counts >> 16) & 0xFFFF, topk
+        low = tl.where(count_second >= topk, second, tl.where(count_first >= topk, first, low))
+        above_high = tl.where(
+            count_first < topk,
+            count_first,
+            tl.where(count_second < topk, count_second, above_high),
         )
-        curved = 1 - curved
+        high = tl.where(count_first < topk, first, tl.where(count_second < topk, second, high))
+        curved = curved == 0
     return low, high, above_low, above_high
-
-
-@triton.jit
-def _tighten(low, high, above_low, above_high, pivot, count, topk):
-    raises = (count >= topk) & (pivot > low)
-    lowers = (count < topk) & (pivot < high)
-    return (
-        tl.where(raises, pivot, low),
-        tl.where(lowers, pivot, high),
-        tl.where(raises, count, above_low),
-        tl.where(lowers, count, above_high),
-    )
 
 
 @triton.jit
@@ -184,23 +189,29 @@ def _first_ties(
 
 @triton.jit
 def _halves(taken, FOLD: tl.constexpr, LANES: tl.constexpr):
-    """Taken entries of each vector [FOLD / 2, LANES]: the tile's first rows in the low half of an int32, its last in
-    the high one, so that one scan ranks both."""
+    """Taken entries of each thread's run [FOLD / 2, LANES]: the tile's first rows in the low half of an int32, its last
+    in the high one, so that one scan ranks both."""
     counts = tl.reshape(tl.sum(taken.to(tl.int32), axis=1), [2, FOLD // 2, LANES])
     return tl.sum(counts << (tl.arange(0, 2) * 16)[:, None, None], axis=0)
 
 
 @triton.jit
 def _ranks(taken, halves, total, FOLD: tl.constexpr, LANES: tl.constexpr):
-    """Number of taken entries before each one, in the order of entries."""
+    """Number of taken entries up to each one, in the order of entries."""
     flat = tl.reshape(halves, [FOLD // 2 * LANES])
     before = tl.reshape(tl.cumsum(flat, axis=0), [FOLD // 2, LANES]) - halves
     # the high half goes on where the low one ends
     before += (total & 0xFFFF) << 16
     before = (before[None, :, :] >> (tl.arange(0, 2) * 16)[:, None, None]) & 0xFFFF
-    one = taken.to(tl.int32)
-    inside = tl.cumsum(one, axis=1) - one
-    return tl.reshape(before, [FOLD, LANES])[:, None, :] + inside
+    before = tl.reshape(before, [FOLD, LANES])[:, None, :]
+    first = (tl.arange(0, RUN) == 0)[None, :, None]
+    return tl.cumsum(taken.to(tl.int32) + tl.where(first, before, 0), axis=1)
+
+
+@triton.jit
+def _by_thread(loaded, FOLD: tl.constexpr, LANES: tl.constexpr):
+    """[row, load, thread, vector] -> [row, run, thread]; no value changes its thread."""
+    return tl.reshape(tl.permute(loaded, (0, 1, 3, 2)), [FOLD, RUN, LANES])
 
 
 @triton.jit
@@ -213,32 +224,32 @@ def _narrow(
     Lane n is entry n of the score row, or, if `listed`, the entry that the list holds there. Both orders ascend. The
     output may overwrite lanes of the list up to this tile's own.
     """
-    BLOCK: tl.constexpr = FOLD * LANES * VECTOR
-    # Entries [row, thread, vector] are loaded, [row, vector, thread] is worked on: all that follows stays in its thread,
-    # and scattered stores need no other layout. A lane is a constant plus its thread's share: no register holds it.
-    row, vector = tl.arange(0, FOLD) * (LANES * VECTOR), tl.arange(0, VECTOR)
-    thread = first + tl.arange(0, LANES) * VECTOR
-    loaded = row[:, None, None] + vector[None, None, :]
-    step = row[:, None, None] + vector[None, :, None]
-    thread_load, thread = thread[None, :, None], thread[None, None, :]
+    BLOCK: tl.constexpr = FOLD * LANES * RUN
+    # A thread holds a run of each row. A lane is a constant plus its thread's share: no register holds it, and
+    # scattered stores need no other layout.
+    row, thread = tl.arange(0, FOLD) * (LANES * RUN), first + tl.arange(0, LANES) * RUN
+    run = tl.arange(0, RUN // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    loaded, load_thread = row[:, None, None, None] + run[None, :, None, :], thread[None, None, :, None]
+    step = row[:, None, None] + tl.arange(0, RUN)[None, :, None]
+    thread = thread[None, None, :]
     if listed:
-        entry = tl.load(list_ptr + (thread_load + loaded), mask=loaded < end - thread_load, other=-1)
+        entry = tl.load(list_ptr + (load_thread + loaded), mask=loaded < end - load_thread, other=-1)
         x = tl.load(row_ptr + entry, mask=entry >= 0, other=float("-inf"))
-        x = tl.permute(x, (0, 2, 1))
+        x = _by_thread(x, FOLD, LANES)
     else:
         # a mask of whole vectors keeps the loads wide; the row's capacity is one of them
         vectors = (end + ALIGN - 1) // ALIGN * ALIGN
-        inside = loaded < vectors - thread_load
-        x = tl.load(row_ptr + (thread_load + loaded), mask=inside, other=float("-inf"))
-        x = tl.permute(x, (0, 2, 1))
+        inside = loaded < vectors - load_thread
+        x = tl.load(row_ptr + (load_thread + loaded), mask=inside, other=float("-inf"))
+        x = _by_thread(x, FOLD, LANES)
         if end - first < BLOCK:
             x = tl.where(step < end - thread, x, float("-inf"))
     maxima = _key(tl.max(x, axis=0))
     lowest, highest = tl.min(maxima), tl.max(maxima) + 1
-    groups = tl.full([], LANES * VECTOR, tl.int32)
+    groups = tl.full([], LANES * RUN, tl.int32)
     none = tl.full([], 0, tl.int32)
     low, _, _, _ = _bracket(
-        maxima, lowest, highest, groups, none, topk, topk + topk // 4, CURVED=0, FLOAT=False
+        maxima, lowest, highest, groups, none, topk, topk + topk // 4, CURVES=False, FLOAT=False
     )
     floor = _value(low)
     halves = _halves(x >= floor, FOLD, LANES)
@@ -248,14 +259,16 @@ def _narrow(
         # a comparison with -inf counts lanes without an entry and misses NaN
         count = tl.where(low == NEG_INF, BLOCK, count)
         low, high, count, above_high = _bracket(
-            x, low, highest, count, none, topk, most, CURVED=1, FLOAT=True
+            x, low, highest, count, none, topk, most, CURVES=True, FLOAT=True
         )
         floor = _value(low)
         if (count > most) | (low == NEG_INF):
             there = step < end - thread
             if listed:
-                entry = tl.load(list_ptr + (thread_load + loaded), mask=loaded < end - thread_load, other=-1)
-                there = tl.permute(entry, (0, 2, 1)) >= 0
+                entry = tl.load(
+                    list_ptr + (load_thread + loaded), mask=loaded < end - load_thread, other=-1
+                )
+                there = _by_thread(entry, FOLD, LANES) >= 0
             x = _first_ties(
                 x, there, low, high, above_high, thread - first, step, topk, most, BLOCK
             )  # fmt: skip
@@ -267,12 +280,12 @@ def _narrow(
     rank = _ranks(taken, halves, total, FOLD, LANES)
     lane = thread + step
     if listed:
-        entry = tl.load(list_ptr + (thread_load + loaded), mask=loaded < end - thread_load, other=-1)
-        lane = tl.permute(entry, (0, 2, 1))
+        entry = tl.load(list_ptr + (load_thread + loaded), mask=loaded < end - load_thread, other=-1)
+        lane = _by_thread(entry, FOLD, LANES)
         # every thread has read its part of the list before another overwrites it
         tl.debug_barrier()
-    tl.store(out_ptr + rank, lane, mask=taken)
-    behind = tl.arange(0, LANES * VECTOR)
+    tl.store(out_ptr - 1 + rank, lane, mask=taken)
+    behind = tl.arange(0, LANES * RUN)
     tl.store(out_ptr + behind, -1, mask=(behind >= count) & (behind < most))
 
 
@@ -291,7 +304,7 @@ def _exact(row_ptr, list_ptr, end, listed, topk, SMALL: tl.constexpr):
     high = tl.max(key, axis=0) + 1
     total = tl.sum(there.to(tl.int32))
     none = tl.full([], 0, tl.int32)
-    low, high, _, above_high = _bracket(key, low, high, total, none, topk, topk, CURVED=1, FLOAT=False)
+    low, high, _, above_high = _bracket(key, low, high, total, none, topk, topk, CURVES=True, FLOAT=False)
     better = key >= high
     equal = (key >= low) & (key < high)
     packed = (better.to(tl.int32) << 16) + equal.to(tl.int32)
@@ -319,18 +332,18 @@ def _narrow_kernel(
 ):  # fmt: skip
     token, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     visible = tl.minimum(tl.load(visible_ptr + first_token + token), num_entries)
-    first = chunk * (FOLD * LANES * VECTOR)
+    first = chunk * (FOLD * LANES * RUN)
     if (visible <= direct) | (visible <= topk) | (visible <= first):
         return
     row_ptr = scores_ptr + tl.multiple_of(token * score_stride, ALIGN)
     out_ptr = lists_ptr + token * list_stride + chunk * most
-    end = tl.minimum(visible, first + FOLD * LANES * VECTOR)
+    end = tl.minimum(visible, first + FOLD * LANES * RUN)
     if end - first > most:
         _narrow(
             row_ptr, out_ptr, out_ptr, first, end, False, topk, most, ALIGN, FOLD, LANES
         )  # fmt: skip
     else:
-        lane = tl.arange(0, LANES * VECTOR)
+        lane = tl.arange(0, LANES * RUN)
         tl.store(out_ptr + lane, tl.where(first + lane < end, first + lane, -1), mask=lane < most)
 
 
@@ -354,9 +367,9 @@ def _finish_kernel(
         if NARROW:
             while end > SMALL:
                 kept = 0
-                for first in range(0, end, FOLD * LANES * VECTOR):
+                for first in range(0, end, FOLD * LANES * RUN):
                     _narrow(
-                        row_ptr, list_ptr, list_ptr + kept, first, tl.minimum(end, first + FOLD * LANES * VECTOR),
+                        row_ptr, list_ptr, list_ptr + kept, first, tl.minimum(end, first + FOLD * LANES * RUN),
                         listed, topk, most, ALIGN, FOLD, LANES,
                     )  # fmt: skip
                     kept += most
@@ -367,8 +380,8 @@ def _finish_kernel(
     # where all visible entries are picked, nothing was written
     written = tl.where(visible > topk, topk, 0)
     slot = tl.maximum(tl.load(slot_ptr + token), 0).to(tl.int64)
-    for first in range(0, topk, LANES * VECTOR):
-        pick = first + tl.arange(0, LANES * VECTOR)
+    for first in range(0, topk, LANES * RUN):
+        pick = first + tl.arange(0, LANES * RUN)
         there = (pick < topk) & (pick < visible)
         entry = tl.load(list_ptr + pick, mask=pick < written, other=0)
         entry = tl.where(pick < written, entry, pick)
@@ -404,9 +417,9 @@ def _scan_kernel(
             entry = first + tl.arange(0, BLOCK)
             x = tl.load(row_ptr + entry, mask=entry < visible, other=0.0)
             count += tl.sum(((_key(x) >= middle) & (entry < visible)).to(tl.int32))
-        low, high, above_low, above_high = _tighten(
-            low, high, above_low, above_high, middle, count, topk
-        )
+        low, above_low = tl.where(count < topk, low, middle), tl.where(count < topk, above_low, count)
+        high = tl.where(count < topk, middle, high)
+        above_high = tl.where(count < topk, count, above_high)
     room = topk - above_high
     better_before, equal_before = 0, 0
     for first in range(0, tl.maximum(visible, topk), BLOCK):
