@@ -25,7 +25,7 @@ from dsv4.pool.formats import row_format
 TABLE_ROWS, SMALL_TABLE_ROWS = 4_000_000, 1024
 CHECKED_VALUES = 1 << 26
 """float64 values that the check gathers at a time: half a GB."""
-BF16_TOLERANCE = 1e-2
+BF16_TOLERANCE, FP32_TOLERANCE = 1e-2, 1e-4
 
 
 @frozen(eq=False)
@@ -144,7 +144,7 @@ def attend_case(
         size=size,
         calls=[functools.partial(one.run, setup, space) for one in inputs],
         check=check,
-        tolerance=BF16_TOLERANCE,
+        tolerance=FP32_TOLERANCE if setup.row_format == "fp32" else BF16_TOLERANCE,
         nbytes=nbytes,
         flop=4.0 * heads * rows * dim * tokens,
     )

@@ -78,6 +78,16 @@ def test_an_operation_is_measured_on_a_cpu_in_small_shapes(run: Run, name: str) 
     assert all(row.startswith("flash") for row in rows)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without GPU")
+def test_triton_kernels_are_measured_through_the_interpreter(run: Run) -> None:
+    words = ("--kernels", "triton", "--models", "flash", "--only", "3 x 70", "--json")
+    outcome = run("bench", "select", *words)
+    assert outcome.status == 0, outcome.err
+    found = json.loads(outcome.out)
+    assert found["kernels"] == "triton"
+    assert [row["error"] for row in found["rows"]] == [0.0]
+
+
 def test_an_operations_record_goes_to_a_file_and_to_the_screen(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "select.json"
     outcome = run("bench", "select", "--kernels", "torch", "--json", file)
