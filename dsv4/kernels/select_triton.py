@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor
 
 from dsv4.errors import KernelError
@@ -26,7 +26,8 @@ from dsv4.metadata.plans import ScoreInputs, SelectOutput
 
 NEG_INF: tl.constexpr = tl.constexpr(-2139095041)
 """Key of -inf, the lowest of all scores."""
-VECTOR: tl.constexpr = tl.constexpr(4)
+VECTOR_LENGTH = 4
+VECTOR: tl.constexpr = tl.constexpr(VECTOR_LENGTH)
 """Scores of a 16-byte load."""
 RUN_LENGTH = 8
 RUN: tl.constexpr = tl.constexpr(RUN_LENGTH)
@@ -34,6 +35,8 @@ RUN: tl.constexpr = tl.constexpr(RUN_LENGTH)
 NO_KEY: tl.constexpr = tl.constexpr(-(2**31))
 """Below every key: a lane without an entry."""
 LAST_KEY: tl.constexpr = tl.constexpr(2**31 - 1)
+WARP_LANES = 32
+"""AMD's 64 leave half the lanes of a warp with a copy."""
 NUMBERS = (
     "score_stride", "list_stride", "table_stride", "table_width", "rows_per_page", "base",
     "lane_stride", "first_token", "num_entries", "topk", "most", "chunk", "direct",
@@ -43,28 +46,28 @@ NUMBERS = (
 
 @frozen(kw_only=True)
 class SelectTiles:
-    """Sizes of the compiled kernels, powers of two."""
+    """Sizes of the compiled kernels, powers of two. Few threads with much work: a step of a search costs each warp the
+    same, however little it counts."""
 
-    fold: int = 8
-    """F: 8 halves the candidates against one group per thread; beyond it the bound gets no tighter."""
     lanes: int = 256
-    """One thread each. Groups, eight a thread, are at least twice the picks, or the K-th largest maximum bounds little."""
+    """Threads of a program that narrows. Its groups, RUN a thread, are at least twice the picks, or the K-th largest
+    maximum bounds little."""
+    fold: int = 8
+    """Entries of a group: 64 scores in a thread's registers leave room for two programs on an SM."""
+    small_lanes: int = 128
     small: tuple[int, ...] = (2048, 4096)
-    """Candidates that the exact search takes: two full lists of Flash, of Pro."""
-    narrow_warps: int = 8
-    """32 scores a thread: two programs share an SM's registers."""
-    small_warps: int = 4
-    scan: int = field(default=4096)
+    """Candidates that an exact search alone takes: two full lists of Flash, of Pro."""
+    scan: int = 4096
     """Entries a step of the kernel for more picks than a tile can bound."""
+
+    @property
+    def groups(self) -> int:
+        return self.lanes * RUN_LENGTH
 
     @property
     def block(self) -> int:
         """Entries of a tile: a row longer than this is cut."""
-        return self.fold * self.groups
-
-    @property
-    def groups(self) -> int:
-        return RUN_LENGTH * self.lanes
+        return self.groups * self.fold
 
 
 @frozen(kw_only=True)
@@ -72,22 +75,29 @@ class SelectPlan:
     """Launches for one capacity: `chunks` programs a row narrow, one finishes."""
 
     chunks: int
-    small: int
-    narrow: bool
-    """Whether the finishing program may have to narrow once more."""
     direct: int
     """Rows with at most this many visible entries are read by the finishing program alone."""
+    lanes: int
+    fold: int
+    """Of the tile that the finishing program narrows with, 0 = never."""
+    small: int
+    """Rows of its tile of candidates."""
 
 
 def plan_select(tiles: SelectTiles, num_entries: int, topk: int) -> SelectPlan:
     """From capacities alone: captured launches serve every batch."""
-    small, largest = tiles.small[0], tiles.small[-1]
+    largest = tiles.small[-1]
     chunks = -(-num_entries // tiles.block) if num_entries > max(tiles.block, largest) else 0
     candidates = chunks * 2 * topk if chunks else num_entries
     if candidates > largest:
-        return SelectPlan(chunks=chunks, small=small, narrow=True, direct=tiles.block)
-    small = next(size for size in tiles.small if size >= candidates)
-    return SelectPlan(chunks=chunks, small=small, narrow=False, direct=small)
+        return SelectPlan(
+            chunks=chunks, direct=tiles.block, lanes=tiles.lanes, fold=tiles.fold, small=1
+        )
+    size = next(size for size in tiles.small if size >= candidates)
+    lanes = tiles.small_lanes
+    return SelectPlan(
+        chunks=chunks, direct=size, lanes=lanes, fold=0, small=size // (lanes * RUN_LENGTH)
+    )
 
 
 @triton.jit
@@ -129,14 +139,12 @@ def _guess(low, high, above_low, above_high, wanted, curved, CURVES: tl.constexp
 
 
 @triton.jit
-def _bracket(
-    x, low, high, above_low, above_high, topk, most, CURVES: tl.constexpr, FLOAT: tl.constexpr
-):
-    """Tighten keys low < high until topk..most values reach low (`above_low`) or nothing lies between the two.
+def _bracket(x, low, high, above_low, above_high, topk, most, CURVES: tl.constexpr):
+    """Tighten keys low < high until topk..most of x [.., run, thread] reach low (`above_low`) or nothing lies between.
 
     Before and after: at least topk reach low, fewer reach high. Each step counts at two pivots in one reduction, a
-    guess and the middle, which bounds the steps by 32 whatever the values are. x holds scores (FLOAT) or keys.
-    CURVES: every other guess is curved, the first one too.
+    guess and the middle, which bounds the steps by 32 whatever the values are. CURVES: every other guess is curved,
+    the first one too.
     """
     wanted = (topk + most).to(tl.float32) * 0.5
     curved = low == low
@@ -145,11 +153,9 @@ def _bracket(
         guess = _guess(low, high, above_low, above_high, wanted, curved, CURVES)
         guess = tl.where((guess > low) & (guess < high), guess, middle)
         first, second = tl.minimum(guess, middle), tl.maximum(guess, middle)
-        if FLOAT:
-            reach_first, reach_second = x >= _value(first), x >= _value(second)
-        else:
-            reach_first, reach_second = x >= first, x >= second
-        counts = tl.sum(reach_first.to(tl.int32) + (reach_second.to(tl.int32) << 16))
+        # Both counts in one number. A thread's part is exact in fp32, where compare and add take two instructions.
+        hits = tl.where(x >= _value(first), 1.0, 0.0) + tl.where(x >= _value(second), 65536.0, 0.0)
+        counts = tl.sum(tl.sum(hits, axis=-2).to(tl.int32))
         count_first, count_second = counts & 0xFFFF, (counts >> 16) & 0xFFFF
         above_low = tl.where(
             count_second >= topk,
@@ -168,10 +174,11 @@ def _bracket(
 
 
 @triton.jit
-def _first_ties(
-    x, there, low, high, above_high, thread, step, topk, most, BLOCK: tl.constexpr
-):  # fmt: skip
-    """1 for what reaches high and for the first lanes that reach low: as many as make topk..most; else 0."""
+def _first_ties(x, there, low, high, above_high, left, topk, most, BLOCK: tl.constexpr):
+    """1 for what reaches high and for the first lanes that reach low: as many as make topk..most; else 0.
+
+    left: lanes from each one to the end of the tile.
+    """
     better = x >= _value(high)
     # no comparison sees the NaN that ties with -inf
     equal = there & (better == 0) & ((x >= _value(low)) | (low == NEG_INF))
@@ -179,30 +186,35 @@ def _first_ties(
     ties = tl.sum(equal.to(tl.int32))
     while ties + above_high > most:
         middle = (near + end) // 2
-        count = tl.sum((equal & (step < middle - thread)).to(tl.int32))
+        count = tl.sum((equal & (left > BLOCK - middle)).to(tl.int32))
         enough = count + above_high >= topk
         near = tl.where(enough, near, middle)
         end = tl.where(enough, middle, end)
         ties = tl.where(enough, count, ties)
-    return tl.where(better | (equal & (step < end - thread)), 1.0, 0.0)
+    return tl.where(better | (equal & (left > BLOCK - end)), 1.0, 0.0)
 
 
 @triton.jit
 def _halves(taken, FOLD: tl.constexpr, LANES: tl.constexpr):
-    """Taken entries of each thread's run [FOLD / 2, LANES]: the tile's first rows in the low half of an int32, its last
-    in the high one, so that one scan ranks both."""
-    counts = tl.reshape(tl.sum(taken.to(tl.int32), axis=1), [2, FOLD // 2, LANES])
-    return tl.sum(counts << (tl.arange(0, 2) * 16)[:, None, None], axis=0)
+    """Taken entries of each run. Two rows share an int32, the tile's first half the low bits, so that one scan ranks
+    both: [FOLD / 2, LANES], or [1, LANES]."""
+    counts = tl.sum(tl.where(taken, 1.0, 0.0), axis=1).to(tl.int32)
+    if FOLD > 1:
+        halves = tl.reshape(counts, [2, FOLD // 2, LANES]) << (tl.arange(0, 2) * 16)[:, None, None]
+        counts = tl.sum(halves, axis=0)
+    return counts
 
 
 @triton.jit
 def _ranks(taken, halves, total, FOLD: tl.constexpr, LANES: tl.constexpr):
     """Number of taken entries up to each one, in the order of entries."""
-    flat = tl.reshape(halves, [FOLD // 2 * LANES])
-    before = tl.reshape(tl.cumsum(flat, axis=0), [FOLD // 2, LANES]) - halves
-    # the high half goes on where the low one ends
-    before += (total & 0xFFFF) << 16
-    before = (before[None, :, :] >> (tl.arange(0, 2) * 16)[:, None, None]) & 0xFFFF
+    ROWS: tl.constexpr = (FOLD + 1) // 2
+    flat = tl.reshape(halves, [ROWS * LANES])
+    before = tl.reshape(tl.cumsum(flat, axis=0), [ROWS, LANES]) - halves
+    if FOLD > 1:
+        # the high half goes on where the low one ends
+        before += (total & 0xFFFF) << 16
+        before = (before[None, :, :] >> (tl.arange(0, 2) * 16)[:, None, None]) & 0xFFFF
     before = tl.reshape(before, [FOLD, LANES])[:, None, :]
     first = (tl.arange(0, RUN) == 0)[None, :, None]
     return tl.cumsum(taken.to(tl.int32) + tl.where(first, before, 0), axis=1)
@@ -215,105 +227,89 @@ def _by_thread(loaded, FOLD: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _narrow(
+def _best(
     row_ptr, list_ptr, out_ptr, first, end, listed, topk, most,
-    ALIGN: tl.constexpr, FOLD: tl.constexpr, LANES: tl.constexpr,
+    ALIGN: tl.constexpr, FOLD: tl.constexpr, LANES: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Write topk..most candidates, among them the topk best, of the lanes [first, end); -1 behind them.
 
     Lane n is entry n of the score row, or, if `listed`, the entry that the list holds there. Both orders ascend. The
-    output may overwrite lanes of the list up to this tile's own.
+    output may overwrite lanes of the list up to this tile's own. GROUPED: bound the candidates by maxima first.
     """
     BLOCK: tl.constexpr = FOLD * LANES * RUN
     # A thread holds a run of each row. A lane is a constant plus its thread's share: no register holds it, and
     # scattered stores need no other layout.
-    row, thread = tl.arange(0, FOLD) * (LANES * RUN), first + tl.arange(0, LANES) * RUN
+    row, thread = tl.arange(0, FOLD) * (LANES * RUN), tl.arange(0, LANES) * RUN
     run = tl.arange(0, RUN // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    loaded, load_thread = row[:, None, None, None] + run[None, :, None, :], thread[None, None, :, None]
-    step = row[:, None, None] + tl.arange(0, RUN)[None, :, None]
-    thread = thread[None, None, :]
+    loaded, load_thread = row[:, None, None, None] + run[None, :, None, :], first + thread[None, None, :, None]
+    step, thread = row[:, None, None] + tl.arange(0, RUN)[None, :, None], thread[None, None, :]
+    # NaN is what no score reaches: lanes without an entry
     if listed:
         entry = tl.load(list_ptr + (load_thread + loaded), mask=loaded < end - load_thread, other=-1)
-        x = tl.load(row_ptr + entry, mask=entry >= 0, other=float("-inf"))
+        x = tl.load(row_ptr + entry, mask=entry >= 0, other=float("nan"))
         x = _by_thread(x, FOLD, LANES)
     else:
-        # a mask of whole vectors keeps the loads wide; the row's capacity is one of them
-        vectors = (end + ALIGN - 1) // ALIGN * ALIGN
-        inside = loaded < vectors - load_thread
-        x = tl.load(row_ptr + (load_thread + loaded), mask=inside, other=float("-inf"))
-        x = _by_thread(x, FOLD, LANES)
-        if end - first < BLOCK:
-            x = tl.where(step < end - thread, x, float("-inf"))
-    maxima = _key(tl.max(x, axis=0))
-    lowest, highest = tl.min(maxima), tl.max(maxima) + 1
-    groups = tl.full([], LANES * RUN, tl.int32)
-    none = tl.full([], 0, tl.int32)
-    low, _, _, _ = _bracket(
-        maxima, lowest, highest, groups, none, topk, topk + topk // 4, CURVES=False, FLOAT=False
-    )
+        if end - first >= BLOCK:
+            x = _by_thread(tl.load(row_ptr + (load_thread + loaded)), FOLD, LANES)
+        else:
+            # a mask of whole vectors keeps the loads wide; the row's capacity is one of them
+            vectors = (end + ALIGN - 1) // ALIGN * ALIGN
+            x = tl.load(
+                row_ptr + (load_thread + loaded),
+                mask=loaded < vectors - load_thread,
+                other=float("nan"),
+            )
+            x = tl.where(
+                step < end - first - thread, _by_thread(x, FOLD, LANES), float("nan")
+            )  # fmt: skip
+    if GROUPED:
+        maxima = tl.max(x, axis=0)
+        lowest = tl.min(_key(tl.min(maxima, axis=0)), axis=0)
+        highest = tl.max(_key(tl.max(maxima, axis=0)), axis=0) + 1
+        low, _, _, _ = _bracket(
+            maxima, lowest, highest, lowest * 0 + LANES * RUN, lowest * 0, topk, topk + topk // 4,
+            CURVES=False,
+        )  # fmt: skip
+    else:
+        low = tl.min(_key(tl.min(x, axis=1)))
+        highest = tl.max(_key(tl.max(x, axis=1))) + 1
     floor = _value(low)
     halves = _halves(x >= floor, FOLD, LANES)
     total = tl.sum(halves)
     count = (total & 0xFFFF) + (total >> 16)
+    # a comparison with -inf misses the NaN that ties with it
+    low = tl.where(count < topk, NEG_INF, low)
     if (count > most) | (low == NEG_INF):
-        # a comparison with -inf counts lanes without an entry and misses NaN
         count = tl.where(low == NEG_INF, BLOCK, count)
         low, high, count, above_high = _bracket(
-            x, low, highest, count, none, topk, most, CURVES=True, FLOAT=True
+            x, low, highest, count, count * 0, topk, most, CURVES=True
         )
         floor = _value(low)
         if (count > most) | (low == NEG_INF):
-            there = step < end - thread
+            there = step < end - first - thread
             if listed:
                 entry = tl.load(
                     list_ptr + (load_thread + loaded), mask=loaded < end - load_thread, other=-1
                 )
                 there = _by_thread(entry, FOLD, LANES) >= 0
-            x = _first_ties(
-                x, there, low, high, above_high, thread - first, step, topk, most, BLOCK
-            )  # fmt: skip
+            left = BLOCK - thread - step
+            x = _first_ties(x, there, low, high, above_high, left, topk, most, BLOCK)
             floor = 1.0
         halves = _halves(x >= floor, FOLD, LANES)
         total = tl.sum(halves)
         count = (total & 0xFFFF) + (total >> 16)
     taken = x >= floor
     rank = _ranks(taken, halves, total, FOLD, LANES)
-    lane = thread + step
+    lane = first + thread + step
     if listed:
         entry = tl.load(list_ptr + (load_thread + loaded), mask=loaded < end - load_thread, other=-1)
         lane = _by_thread(entry, FOLD, LANES)
-        # every thread has read its part of the list before another overwrites it
-        tl.debug_barrier()
+    # every thread has read its part of the list before another overwrites it
+    tl.debug_barrier()
     tl.store(out_ptr - 1 + rank, lane, mask=taken)
-    behind = tl.arange(0, LANES * RUN)
-    tl.store(out_ptr + behind, -1, mask=(behind >= count) & (behind < most))
-
-
-@triton.jit
-def _exact(row_ptr, list_ptr, end, listed, topk, SMALL: tl.constexpr):
-    """Write the topk best of the lanes [0, end) over the list, ascending. More than topk entries are there."""
-    lane = tl.arange(0, SMALL)
-    if listed:
-        entry = tl.load(list_ptr + lane, mask=lane < end, other=-1)
-    else:
-        entry = tl.where(lane < end, lane, -1)
-    there = entry >= 0
-    key = _key(tl.load(row_ptr + entry, mask=there, other=0.0))
-    low = tl.min(tl.where(there, key, LAST_KEY), axis=0)
-    key = tl.where(there, key, NO_KEY)
-    high = tl.max(key, axis=0) + 1
-    total = tl.sum(there.to(tl.int32))
-    none = tl.full([], 0, tl.int32)
-    low, high, _, above_high = _bracket(key, low, high, total, none, topk, topk, CURVES=True, FLOAT=False)
-    better = key >= high
-    equal = (key >= low) & (key < high)
-    packed = (better.to(tl.int32) << 16) + equal.to(tl.int32)
-    before = tl.cumsum(packed, axis=0) - packed
-    ties, room = before & 0xFFFF, topk - above_high
-    taken = better | (equal & (ties < room))
-    tl.debug_barrier()
-    tl.store(list_ptr + (before >> 16) + tl.minimum(ties, room), entry, mask=taken)
-    tl.debug_barrier()
+    if most > topk:
+        behind = tl.arange(0, LANES * RUN)
+        tl.store(out_ptr + behind, -1, mask=(behind >= count) & (behind < most))
 
 
 @triton.jit
@@ -339,8 +335,9 @@ def _narrow_kernel(
     out_ptr = lists_ptr + token * list_stride + chunk * most
     end = tl.minimum(visible, first + FOLD * LANES * RUN)
     if end - first > most:
-        _narrow(
-            row_ptr, out_ptr, out_ptr, first, end, False, topk, most, ALIGN, FOLD, LANES
+        _best(
+            row_ptr, out_ptr, out_ptr, first, end, False, topk, most,
+            ALIGN, FOLD, LANES, GROUPED=True,
         )  # fmt: skip
     else:
         lane = tl.arange(0, LANES * RUN)
@@ -354,7 +351,6 @@ def _finish_kernel(
     lane_ptr, lane_stride, indices_ptr,
     first_token, num_entries, topk, most, chunk, direct,
     ALIGN: tl.constexpr, FOLD: tl.constexpr, LANES: tl.constexpr, SMALL: tl.constexpr,
-    NARROW: tl.constexpr,
 ):  # fmt: skip
     tile_token = tl.program_id(0).to(tl.int64)
     token = first_token + tile_token
@@ -364,24 +360,29 @@ def _finish_kernel(
     if visible > topk:
         listed = visible > direct
         end = tl.where(listed, tl.cdiv(visible, chunk) * most, visible)
-        if NARROW:
-            while end > SMALL:
+        if FOLD:
+            while end > SMALL * LANES * RUN:
                 kept = 0
                 for first in range(0, end, FOLD * LANES * RUN):
-                    _narrow(
-                        row_ptr, list_ptr, list_ptr + kept, first, tl.minimum(end, first + FOLD * LANES * RUN),
-                        listed, topk, most, ALIGN, FOLD, LANES,
+                    _best(
+                        row_ptr, list_ptr, list_ptr + kept,
+                        first, tl.minimum(end, first + FOLD * LANES * RUN), listed, topk, most,
+                        ALIGN, FOLD, LANES, GROUPED=True,
                     )  # fmt: skip
                     kept += most
                 tl.debug_barrier()
                 end = kept
                 listed = end > 0
-        _exact(row_ptr, list_ptr, end, listed, topk, SMALL)
+        _best(
+            row_ptr, list_ptr, list_ptr, 0, end, listed, topk, topk,
+            ALIGN, SMALL, LANES, GROUPED=False,
+        )  # fmt: skip
+        tl.debug_barrier()
     # where all visible entries are picked, nothing was written
     written = tl.where(visible > topk, topk, 0)
     slot = tl.maximum(tl.load(slot_ptr + token), 0).to(tl.int64)
-    for first in range(0, topk, LANES * RUN):
-        pick = first + tl.arange(0, LANES * RUN)
+    for first in range(0, topk, LANES * VECTOR):
+        pick = first + tl.arange(0, LANES * VECTOR)
         there = (pick < topk) & (pick < visible)
         entry = tl.load(list_ptr + pick, mask=pick < written, other=0)
         entry = tl.where(pick < written, entry, pick)
@@ -466,19 +467,22 @@ def _select(
     _check_scratch(output.scratch, num_tokens * list_stride, topk)
     scores = (scores_TN, scores_TN.stride(0), inputs.num_visible_T)
     lists = (output.scratch, list_stride)
-    common = {
+    numbers = {
         "first_token": first, "num_entries": num_entries, "topk": topk, "most": 2 * topk,
-        "direct": plan.direct,
-        "ALIGN": _align(scores_TN), "FOLD": tiles.fold, "LANES": tiles.lanes,
+        "direct": plan.direct, "ALIGN": _align(scores_TN),
     }  # fmt: skip
     if plan.chunks:
-        grid = (num_tokens, plan.chunks)
-        _narrow_kernel[grid](*scores, *lists, **common, num_warps=tiles.narrow_warps)
-    _finish_kernel[(num_tokens,)](
-        *scores, inputs.slot_T, *lists, *_targets(output), chunk=tiles.block, **common,
-        SMALL=plan.small, NARROW=plan.narrow,
-        num_warps=tiles.narrow_warps if plan.narrow else tiles.small_warps,
+        _narrow_kernel[num_tokens, plan.chunks](
+            *scores, *lists, **numbers, FOLD=tiles.fold, LANES=tiles.lanes, **_warps(tiles.lanes)
+        )
+    _finish_kernel[num_tokens,](
+        *scores, inputs.slot_T, *lists, *_targets(output), **numbers, chunk=tiles.block,
+        FOLD=plan.fold, LANES=plan.lanes, SMALL=plan.small, **_warps(plan.lanes),
     )  # fmt: skip
+
+
+def _warps(lanes: int) -> dict[str, int]:
+    return {"num_warps": max(lanes // WARP_LANES, 1)}
 
 
 def _scan(
@@ -488,7 +492,7 @@ def _scan(
     _scan_kernel[(num_tokens,)](
         scores_TN, scores_TN.stride(0), inputs.num_visible_T, inputs.slot_T, *_targets(output),
         first, num_entries, output.lane_TK.shape[1],
-        BLOCK=tiles.scan, num_warps=tiles.narrow_warps,
+        BLOCK=tiles.scan, **_warps(tiles.lanes),
     )  # fmt: skip
 
 
@@ -504,8 +508,8 @@ def _targets(output: SelectOutput) -> tuple[Tensor | int, ...]:
 
 def _align(scores_TN: Tensor) -> int:
     """Scores of one load: four where every row starts at a multiple of 16 bytes and ends with one."""
-    whole = scores_TN.stride(0) % 4 == 0 and scores_TN.shape[1] % 4 == 0
-    return 4 if whole and scores_TN.data_ptr() % 16 == 0 else 1
+    whole = scores_TN.stride(0) % VECTOR_LENGTH == 0 and scores_TN.shape[1] % VECTOR_LENGTH == 0
+    return VECTOR_LENGTH if whole and scores_TN.data_ptr() % 16 == 0 else 1
 
 
 def _check_scratch(scratch: Tensor, need: int, topk: int) -> None:
@@ -522,34 +526,26 @@ def variants() -> tuple[KernelVariant, ...]:
     pointers = {"scores_ptr": "*fp32"} | dict.fromkeys(
         ("visible_ptr", "slot_ptr", "lists_ptr", "table_ptr", "lane_ptr", "indices_ptr"), "*i32"
     )
-    sizes = {"ALIGN": 4, "FOLD": tiles.fold, "LANES": tiles.lanes}
 
-    def variant(name: str, fn: Any, warps: int, more: dict[str, Any]) -> KernelVariant:
+    def variant(name: str, fn: Any, lanes: int, **sizes: int) -> KernelVariant:
         signature = pointers | dict.fromkeys(NUMBERS, "i32")
         return KernelVariant(
-            name=name,
+            name=f"select {name}",
             fn=fn,
             signature={key: kind for key, kind in signature.items() if key in fn.arg_names},
-            constexprs=sizes | more,
-            num_warps=warps,
+            constexprs={"ALIGN": VECTOR_LENGTH, "LANES": lanes, **sizes},
+            **_warps(lanes),
             aligned=tuple(key for key in pointers if key in fn.arg_names),
         )
 
     return (
-        variant("select narrow", _narrow_kernel, tiles.narrow_warps, {}),
-        variant(
-            "select narrow and finish",
-            _finish_kernel,
-            tiles.narrow_warps,
-            {"SMALL": tiles.small[0], "NARROW": True},
-        ),
+        variant("narrow", _narrow_kernel, tiles.lanes, FOLD=tiles.fold),
+        variant("narrow and finish", _finish_kernel, tiles.lanes, FOLD=tiles.fold, SMALL=1),
         *(
             variant(
-                f"select finish {small}",
-                _finish_kernel,
-                tiles.small_warps,
-                {"SMALL": small, "NARROW": False},
+                f"finish {size}", _finish_kernel, tiles.small_lanes,
+                FOLD=0, SMALL=size // (tiles.small_lanes * RUN_LENGTH),
             )
-            for small in tiles.small
+            for size in tiles.small
         ),
-    )
+    )  # fmt: skip
