@@ -85,6 +85,7 @@ def test_a_rows_bits_depend_on_that_row_alone(
     x_TK = randn(0, 70, inputs).to(dtype).to(DEVICE)
     weight_OK = randn(1, outputs, inputs).to(dtype).to(DEVICE)
     whole_TO = linear.linear(x_TK, weight_OK)
+    assert_rounds(whole_TO, x_TK.double() @ weight_OK.double().T, inputs)
     for rows in (slice(0, 1), slice(1, 3), slice(64, 65), slice(5, 12), slice(3, 67)):
         assert same_bytes(linear.linear(x_TK[rows], weight_OK), whole_TO[rows])
     spoiled_TK = x_TK.clone()

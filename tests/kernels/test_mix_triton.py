@@ -186,6 +186,10 @@ def test_a_tokens_bits_depend_on_that_token_alone(
     streams_TND = randn(0, 66, shape.streams, shape.hidden).to(dtype)
     weights, norm = weights_of(shape.streams, shape.hidden)
     whole = pre(streams_TND, weights, norm)
+    wanted = wanted_pre(streams_TND, weights, norm, 3)
+    assert_rounds(whole[0], wanted[0], dtype)
+    for out, right in zip(whole[1:], wanted[1:], strict=True):
+        assert_close(out, right, 1e-5)
 
     def check(tokens: slice, given_TND: Tensor, every: int = 1) -> None:
         part = pre(given_TND[tokens], weights, norm)
@@ -258,6 +262,19 @@ def test_the_reference_agrees() -> None:
     wanted = reference.pre(streams_TND.clone(), weights, iterations=20, **settings_of_mix)
     for out, right in zip(pre(streams_TND, weights, norm, 20), wanted, strict=True):
         assert_close(out, right.double(), 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_keep_every_bit_of_fn(dtype: torch.dtype) -> None:
+    # Pairs of products that cancel but for the last bits of fn, which no sum of large values can then swallow.
+    signs = torch.tensor([1.0, -1.0], device=DEVICE).repeat(512)
+    fn = torch.full((24, 1024), 1 + 2.0**-10, device=DEVICE) + 2.0**-20 * (signs > 0)
+    weights = MixWeights(fn, torch.zeros(24, device=DEVICE), torch.ones(3, device=DEVICE))
+    streams_TND = signs.view(1, 4, 256).to(dtype)
+    wanted_TN = wanted_pre(streams_TND, weights, signs[:256], 3)[1]
+    _, post_TN, _ = pre(streams_TND, weights, signs[:256])
+    assert bool((wanted_TN > 1 + 2e-4).all())
+    assert_close(post_TN, wanted_TN, 1e-6)
 
 
 def test_three_bf16_values_hold_an_fp32_value() -> None:
