@@ -15,7 +15,6 @@ from dsv4.kernels.rows_triton import (
     BF16,
     FP32,
     HADAMARD_FP4_ROUNDING,
-    NO_ROUNDING,
     rounded,
     rounding_code,
 )
@@ -50,8 +49,8 @@ def _queries_kernel(
     keep = ok[:, None] & (lane < DIM)
     place = token * q_token + head.to(tl.int64) * q_head
     x = to_fp32(tl.load(q_ptr + place[:, None] + lane, mask=keep, other=0.0))
-    weight_place = weights_ptr + token * weights_token + head
-    weight = tl.load(weight_place, mask=ok, other=0.0) * scale
+    weight_place = weights_ptr + token * weights_token + head[:, None]
+    weight = tl.load(weight_place, mask=ok[:, None], other=0.0) * scale
     row = tl.full([1], 0, tl.int64) + token
     cos, sin, turned = load_rope(cos_ptr, sin_ptr, row, row >= 0, DIM - ROPE, ROPE, D)
     x = rotate(x, cos, sin, turned, N, D, (DIM - ROPE) % 2)
@@ -64,10 +63,10 @@ def _queries_kernel(
         code = encode_e4m3(scaled_fp8(x, scales, N, D, D))
         item: tl.constexpr = 4 if KIND == FP32 else 2
         tl.store(code_ptr + place[:, None] * item + lane, code.to(tl.uint8), mask=keep)
-        weight *= tl.reshape(scales, [N])
+        weight *= scales
     else:
         tl.store(q_ptr + place[:, None] + lane, cast(x, q_ptr.dtype.element_ty), mask=keep)
-    tl.store(weight_place, weight, mask=ok)
+    tl.store(weight_place, weight, mask=ok[:, None])
 
 
 def prepare_queries(
@@ -98,30 +97,22 @@ def prepare_queries(
 
 
 def query_variants() -> tuple[KernelVariant, ...]:
-    """Both roundings of bf16 queries, and codes for fp8 keys."""
+    """bf16 queries as the releases round them, for fp8 keys and for all others."""
+    return _variant(codes=False), _variant(codes=True)
+
+
+def _variant(*, codes: bool) -> KernelVariant:
     signature = {
         "q_ptr": "*bf16", "code_ptr": "*u8", "weights_ptr": "*fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32",
         "scale": "fp32", "q_token": "i32", "q_head": "i32", "weights_token": "i32", "num_heads": "i32",
     }  # fmt: skip
-    return tuple(
-        KernelVariant(
-            name=name,
-            fn=_queries_kernel,
-            signature=signature,
-            constexprs={
-                "DIM": 128,
-                "ROPE": 64,
-                "ROUNDING": rounding,
-                "KIND": BF16.value,
-                "CODES": codes,
-                "N": TILE_HEADS,
-                "D": 128,
-            },
-            aligned=tuple(name for name in signature if name != "scale"),
-        )
-        for name, rounding, codes in (
-            ("queries", HADAMARD_FP4_ROUNDING.value, False),
-            ("queries-plain", NO_ROUNDING.value, False),
-            ("queries-codes", HADAMARD_FP4_ROUNDING.value, True),
-        )
-    )
+    return KernelVariant(
+        name="queries-fp8" if codes else "queries",
+        fn=_queries_kernel,
+        signature=signature,
+        constexprs={
+            "DIM": 128, "ROPE": 64, "ROUNDING": HADAMARD_FP4_ROUNDING.value, "KIND": BF16.value,
+            "CODES": codes, "N": TILE_HEADS, "D": 128,
+        },
+        aligned=tuple(name for name in signature if name != "scale"),
+    )  # fmt: skip

@@ -21,145 +21,21 @@ from torch import Tensor
 
 from dsv4.kernels.base import Rounding, ScoreKernel
 from dsv4.kernels.queries_triton import prepare_queries, query_variants
-from dsv4.kernels.rows_triton import (
-    BF16,
-    INDEX_FP4,
-    INDEX_FP8,
-    PACKED_FP8,
-    RowArgs,
-    load_rows,
-    row_args,
-)
-from dsv4.kernels.tile_triton import cast, decode_e4m3, to_fp32
-from dsv4.kernels.triton_launch import (
-    KernelVariant,
-    dot_dtype,
-    next_pow2,
-    supports_native_fp8,
-)
+from dsv4.kernels.rows_triton import BF16, INDEX_FP4, INDEX_FP8, PACKED_FP8, RowArgs, row_args
+from dsv4.kernels.score_keys_triton import key_pages, keys_exist, load_keys, load_scales, operand
+from dsv4.kernels.tile_triton import cast, decode_e4m3
+from dsv4.kernels.triton_launch import KernelVariant, dot_dtype, next_pow2, supports_native_fp8
 from dsv4.metadata.plans import RopeTable, ScoreInputs
 from dsv4.pool.base import KVView
 from dsv4.pool.formats import IndexFp8Rows
 
-MIN_DOT = 16
-"""Smallest side of a product on every target."""
+MIN_HEADS = 16
+MIN_CHANNELS = 32
+"""Smallest sides of an fp8 product on every target."""
+VECTOR_BYTES = 16
+"""Widest load of a thread."""
 MAX_HEADS = 64
 """Heads of one product; more heads take several."""
-
-
-@triton.jit
-def _pages(table_ptr, start, num_pages, RUNS: tl.constexpr, RPP: tl.constexpr, N: tl.constexpr):
-    """Pages of the keys [start, start + N): of their first and last run of neighbours, or (RUNS 0) of each key."""
-    if RUNS == 0:
-        index = (start + tl.arange(0, N)) // RPP
-        page = tl.load(table_ptr + index, mask=index < num_pages, other=-1)
-        return page, start
-    index = start // RPP
-    page = tl.load(table_ptr + index, mask=index < num_pages, other=-1)
-    second = page
-    if RUNS == 2:
-        index = (start + N // 2) // RPP
-        second = tl.load(table_ptr + index, mask=index < num_pages, other=-1)
-    return page, second
-
-
-@triton.jit
-def _row(page, entry, num_rows, base, RPP: tl.constexpr):
-    """(row, whether there is one); row 0 where not."""
-    row = base + page.to(tl.int64) * RPP + entry % RPP
-    ok = (page >= 0) & (row >= 0) & (row < num_rows)
-    return tl.where(ok, row, 0).to(tl.int32), ok
-
-
-@triton.jit
-def _rows(
-    page, second, start, num_rows, base, RUNS: tl.constexpr, RPP: tl.constexpr, N: tl.constexpr
-):
-    """Rows [N] of the keys [start, start + N), and whether there is one."""
-    lane = tl.arange(0, N)
-    if RUNS > 0:
-        page = tl.where(lane < N // RUNS, page, second)
-    return _row(page, start + lane, num_rows, base, RPP)
-
-
-@triton.jit
-def _place(row, stride, DATA: tl.constexpr, PLANE_ROWS: tl.constexpr):
-    """Elements from the table's start to a row, and to its fp32 scale (in bytes; planar rows only)."""
-    if DATA == 0:
-        data = row.to(tl.int64) * stride
-        scale = data
-    else:
-        plane = row // PLANE_ROWS
-        slot = row - plane * PLANE_ROWS
-        start = plane.to(tl.int64) * stride
-        data = start + slot * DATA
-        scale = start + PLANE_ROWS * DATA + slot * 4
-    return data, scale
-
-
-@triton.jit
-def _places(
-    page, second, start, num_rows, base, stride,
-    RUNS: tl.constexpr, RPP: tl.constexpr, DATA: tl.constexpr, PLANE_ROWS: tl.constexpr,
-    ALIGN: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """`_place` [N] of the keys [start, start + N): of each by itself, or each run's first plus its steps."""
-    if RUNS == 0:
-        row, _ = _row(page, start + tl.arange(0, N), num_rows, base, RPP)
-        data, scale = _place(row, stride, DATA, PLANE_ROWS)
-    else:
-        SPAN: tl.constexpr = N // RUNS
-        row, _ = _row(page, start, num_rows, base, RPP)
-        other, _ = _row(second, start + (N - SPAN), num_rows, base, RPP)
-        data, scale = _place(row, stride, DATA, PLANE_ROWS)
-        other_data, other_scale = _place(other, stride, DATA, PLANE_ROWS)
-        lane = tl.arange(0, N)
-        front = lane < SPAN
-        step = DATA if DATA else stride
-        data = tl.where(front, data, other_data) + lane % SPAN * step
-        scale = tl.where(front, scale, other_scale) + lane % SPAN * 4
-    if ALIGN > 1:
-        data = tl.multiple_of(data, ALIGN)
-    return data, scale
-
-
-@triton.jit
-def _operand(x, DOT: tl.constexpr):
-    """A loaded tile as a product takes it; untouched where it may be, so that copies need not pass the registers."""
-    if x.dtype != DOT:
-        x = cast(to_fp32(x), DOT)
-    return x
-
-
-@triton.jit
-def _keys(
-    keys_ptr, page, second, start, num_rows, base, stride,
-    KIND: tl.constexpr, NATIVE: tl.constexpr, DOT: tl.constexpr, RUNS: tl.constexpr, RPP: tl.constexpr,
-    DIM: tl.constexpr, PLANE_ROWS: tl.constexpr, ALIGN: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Keys [N, D] as the product takes them, and what multiplies their scores [N]."""
-    scale = tl.full([N], 1.0, tl.float32)
-    if NATIVE or KIND < PACKED_FP8:
-        data, scale_place = _places(
-            page, second, start, num_rows, base, stride,
-            RUNS, RPP, DIM if NATIVE else 0, PLANE_ROWS, ALIGN, N,
-        )  # fmt: skip
-        lane = tl.arange(0, D)[None, :]
-        typed = keys_ptr.to(tl.pointer_type(tl.float8e4nv)) if NATIVE else keys_ptr
-        # A key that is none reads row 0 instead: only the channels need a mask, and only if some are missing.
-        if DIM == D:
-            x = tl.load(typed + data[:, None] + lane)
-        else:
-            x = tl.load(typed + data[:, None] + lane, mask=lane < DIM, other=0.0)
-        if NATIVE:
-            scale = tl.load((keys_ptr + scale_place).to(tl.pointer_type(tl.float32)))
-        else:
-            x = _operand(x, DOT)
-    else:
-        row, ok = _rows(page, second, start, num_rows, base, RUNS, RPP, N)
-        x = load_rows(keys_ptr, stride, row, ok, KIND, DIM, DIM, PLANE_ROWS, N, D)
-        x = cast(x, DOT)
-    return x, scale
 
 
 @triton.jit
@@ -184,7 +60,7 @@ def _queries(
         x = cast(decode_e4m3(x.to(tl.int32)), DOT)
     else:
         x = tl.load(typed + place[:, None] + lane[None, :], mask=mask, other=0.0)
-        x = _operand(x, DOT)
+        x = operand(x, DOT)
     weights_place = token.to(tl.int64) * weights_token + head
     return x, tl.load(weights_ptr + weights_place, mask=ok, other=0.0)
 
@@ -193,10 +69,12 @@ def _queries(
 def _sums(keys, q, weights, TOKENS: tl.constexpr, BLOCK_H: tl.constexpr, N: tl.constexpr):
     """[N, TOKENS]: each token's sum over its heads."""
     dots = tl.dot(keys, tl.trans(q), input_precision="ieee")
-    dots = tl.maximum(dots, 0.0) * weights[None, :]
+    dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
     if TOKENS == 1:
-        return tl.sum(dots, 1)[:, None]
-    return tl.sum(tl.reshape(dots, [N, TOKENS, BLOCK_H]), 2)
+        sums = tl.sum(dots, 1)[:, None]
+    else:
+        sums = tl.sum(tl.reshape(dots, [N, TOKENS, BLOCK_H]), 2)
+    return sums
 
 
 @triton.jit(
@@ -206,11 +84,11 @@ def _sums(keys, q, weights, TOKENS: tl.constexpr, BLOCK_H: tl.constexpr, N: tl.c
 )  # fmt: skip
 def _score_kernel(
     q_ptr, weights_ptr, keys_ptr, table_ptr, slot_ptr, visible_ptr, out_ptr,
-    first_token, num_tokens, num_rows, max_entries, chunk, num_pages, base,
+    first_token, num_tokens, num_rows, max_entries, chunk, num_pages,
     q_token, q_head, weights_token, stride, table_stride, out_stride,
     KIND: tl.constexpr, CODES: tl.constexpr, NATIVE: tl.constexpr, DOT: tl.constexpr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, RPP: tl.constexpr, PLANE_ROWS: tl.constexpr,
-    RUNS: tl.constexpr, ALIGN: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, RUNS: tl.constexpr, RPP: tl.constexpr, BASE: tl.constexpr,
+    PLANE_ROWS: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK_H: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Entries [chunk * program 1, + chunk) of the TOKENS tokens from TOKENS * program 0 on."""
@@ -238,16 +116,28 @@ def _score_kernel(
             seen = tl.where(ours & (taken == 0), visible, 0)
             count = tl.cdiv(tl.maximum(tl.max(seen, 0) - begin, 0), N)
             table = table_ptr + tl.maximum(slot, 0).to(tl.int64) * table_stride
-            page, second = _pages(table, begin, num_pages, RUNS, RPP, N)
+            page, last = key_pages(table, begin, num_pages, RUNS, RPP, N)
+            scale = tl.full([N], 1.0, tl.float32)
+            if NATIVE:
+                scale = load_scales(
+                    keys_ptr, page, last, begin, num_rows, stride, DIM,
+                    RUNS, RPP, BASE, PLANE_ROWS, WHOLE, N,
+                )  # fmt: skip
             for tile in range(0, count):
                 start = begin + tile * N
-                keys, scale = _keys(
-                    keys_ptr, page, second, start, num_rows, base, stride,
-                    KIND, NATIVE, DOT, RUNS, RPP, DIM, PLANE_ROWS, ALIGN, N, D,
+                keys = load_keys(
+                    keys_ptr, page, last, start, num_rows, stride, KIND, NATIVE, DOT, DIM,
+                    RUNS, RPP, BASE, PLANE_ROWS, WHOLE, ALIGN, N, D,
                 )  # fmt: skip
-                _, ok = _rows(page, second, start, num_rows, base, RUNS, RPP, N)
-                # Fetched a tile ahead: the address of a key waits for its page.
-                page, second = _pages(table, start + N, num_pages, RUNS, RPP, N)
+                ok = keys_exist(page, last, start, num_rows, RUNS, RPP, BASE, PLANE_ROWS, WHOLE, N)
+                # Pages and scales come a tile ahead: keys wait for their page, and scores should not wait for a scale.
+                page, last = key_pages(table, start + N, num_pages, RUNS, RPP, N)
+                next_scale = scale
+                if NATIVE:
+                    next_scale = load_scales(
+                        keys_ptr, page, last, start + N, num_rows, stride, DIM,
+                        RUNS, RPP, BASE, PLANE_ROWS, WHOLE, N,
+                    )  # fmt: skip
                 scores = _sums(keys, q, weights, TOKENS, BLOCK_H, N)
                 for block in tl.static_range(1, (HEADS + BLOCK_H - 1) // BLOCK_H):
                     more_q, more_weights = _queries(
@@ -259,6 +149,7 @@ def _score_kernel(
                 hit = ok[:, None] & (entry < seen[None, :])
                 scores = tl.where(hit, scores * scale[:, None], -float("inf"))
                 tl.store(out_rows + entry, scores, mask=(entry < end) & (seen > 0)[None, :])
+                scale = next_scale
             done = tl.where(seen > 0, begin + count * N, done)
     empty = tl.full([4 * N, TOKENS], -float("inf"), tl.float32)
     for start in range(tl.min(done, 0), end, 4 * N):
@@ -290,18 +181,18 @@ MOST_TILES = 64
 """Longest chunk: long programs leave the chip empty at the end."""
 
 
-def _config(*, kind: int, native: bool, wide: bool, shared: bool, hip: bool) -> Config:
+def _config(*, heads: int, native: bool, wide: bool, shared: bool, hip: bool) -> Config:
     """`wide`: fp32 products; `shared`: neighbouring tokens may be of one slot."""
-    tokens = 2 if shared else 1
     if wide:
         # fp32 products run outside the tensor cores and keep their operands in registers.
-        return Config(tokens=tokens, block_n=32, num_warps=4, num_stages=1)
+        return Config(tokens=1, block_n=32, num_warps=8, num_stages=1)
+    # More heads take several products, whose queries and weights leave no room for a second token's.
+    tokens = 2 if shared and heads <= MAX_HEADS else 1
     if native:
+        # 16 KiB of keys a stage: three programs an SM, or two where 128 columns fill the registers.
         return Config(tokens=tokens, block_n=128, num_warps=4, num_stages=4)
-    if hip:
-        # 64 KiB of shared memory hold the query and one tile of keys.
-        return Config(tokens=tokens, block_n=64, num_warps=4, num_stages=2)
-    return Config(tokens=tokens, block_n=128, num_warps=4 * tokens, num_stages=3)
+    # Keys of 256 bytes: the same 16 KiB. On AMD 64 KiB in all hold the queries and one tile.
+    return Config(tokens=tokens, block_n=64, num_warps=4, num_stages=2 if hip else 4)
 
 
 def _chunk(num_groups: int, max_entries: int, block_n: int, num_sms: int) -> int:
@@ -314,21 +205,20 @@ def _chunk(num_groups: int, max_entries: int, block_n: int, num_sms: int) -> int
     return -(-tiles // chunks) * block_n
 
 
-def _runs(block_n: int, inputs: ScoreInputs, plane_rows: int) -> int:
-    """Into how many runs of neighbouring rows a tile of keys falls: 1, 2, or 0 = more."""
-    plane = plane_rows if plane_rows > 1 else 0
-    apart = math.gcd(inputs.keys.rows_per_page, inputs.keys.base, inputs.view.num_rows, plane)
-    for runs in (1, 2):
-        if apart % (block_n // runs) == 0:
-            return runs
-    return 0
-
-
-def _align(args: RowArgs, native: bool) -> int:
-    """Elements by which every key's place is divisible."""
-    size = args.storage.element_size()
-    steps = (args.stride * size, args.row_dim if native else 0)
-    return math.gcd(16, *steps) // size or 1
+def _layout(
+    args: RowArgs, *, block_n: int, rows_per_page: int, base: int, size: int
+) -> dict[str, Any]:
+    """How tiles of `block_n` keys fall on a table whose elements have `size` bytes: compile-time arguments."""
+    planar = args.kind >= PACKED_FP8.value
+    apart = math.gcd(rows_per_page, base, args.num_rows, args.plane_rows if planar else 0)
+    runs = next((n for n in (1, 2) if apart % (block_n // n) == 0), 0)
+    # Plain rows step by the stride alone, the keys of a plane by their width too.
+    step = math.gcd(args.stride * size, args.row_dim * size if planar else 0)
+    return {
+        "DIM": args.row_dim, "RUNS": runs, "RPP": rows_per_page, "BASE": base, "PLANE_ROWS": args.plane_rows,
+        "WHOLE": planar and base == 0 and args.plane_rows == rows_per_page and args.num_rows % rows_per_page == 0,
+        "ALIGN": max(math.gcd(step, VECTOR_BYTES) // size, 1), "D": max(next_pow2(args.row_dim), MIN_CHANNELS),
+    }  # fmt: skip
 
 
 @cache
@@ -371,16 +261,14 @@ class TritonScore(ScoreKernel):
         num_tokens, num_entries = q_THD.shape[0], inputs.max_entries
         if num_tokens == 0 or num_entries == 0:
             return
-        args = row_args(inputs.view)
-        constexprs, config = self._plan(q_THD, inputs, args)
+        args, table = row_args(inputs.view), inputs.keys.block_table
+        config, constexprs = self._plan(q_THD, inputs, args)
         groups = -(-num_tokens // config.tokens)
         chunk = _chunk(groups, num_entries, config.block_n, _num_sms(q_THD.device))
-        if constexprs["CODES"]:
-            q_THD = q_THD.view(torch.uint8)
-        table = inputs.keys.block_table
         _score_kernel[(groups, -(-num_entries // chunk))](
-            q_THD, weights_TH, args.storage, table, inputs.slot_T, inputs.num_visible_T, out_TN,
-            first_token, num_tokens, args.num_rows, num_entries, chunk, table.shape[1], inputs.keys.base,
+            q_THD.view(torch.uint8) if constexprs["CODES"] else q_THD, weights_TH, args.storage,
+            table, inputs.slot_T, inputs.num_visible_T, out_TN,
+            first_token, num_tokens, args.num_rows, num_entries, chunk, table.shape[1],
             q_THD.stride(0), q_THD.stride(1), weights_TH.stride(0), args.stride, table.stride(0),
             out_TN.stride(0),
             **constexprs, num_warps=config.num_warps, num_stages=config.num_stages,
@@ -388,62 +276,52 @@ class TritonScore(ScoreKernel):
 
     def _plan(
         self, q_THD: Tensor, inputs: ScoreInputs, args: RowArgs
-    ) -> tuple[dict[str, Any], Config]:
+    ) -> tuple[Config, dict[str, Any]]:
         codes = q_THD.element_size() == 1
         native = (
             codes
             and args.kind == INDEX_FP8.value
-            and args.plane_rows * args.row_dim % 4 == 0
+            and args.plane_rows * args.row_dim % 4 == 0  # scales lie at whole words
             and supports_native_fp8(q_THD.device)
         )
         wide = tl.float32 in (dot_dtype(q_THD), dot_dtype(args.storage))
-        num_requests = inputs.request_slots_B.shape[0]
         config = _config(
-            kind=args.kind,
-            native=native,
-            wide=wide,
-            shared=not self._deterministic and inputs.slot_T.shape[0] > num_requests,
+            heads=q_THD.shape[1], native=native, wide=wide, shared=self._shared(inputs),
             hip=torch.version.hip is not None,
+        )  # fmt: skip
+        layout = _layout(
+            args,
+            block_n=config.block_n,
+            rows_per_page=inputs.keys.rows_per_page,
+            base=inputs.keys.base,
+            size=args.storage.element_size(),
         )
-        return constexprs_of(
-            config, kind=args.kind, codes=codes, native=native, wide=wide, heads=q_THD.shape[1], dim=args.row_dim,
-            rows_per_page=inputs.keys.rows_per_page, plane_rows=args.plane_rows,
-            runs=_runs(config.block_n, inputs, args.plane_rows), align=_align(args, native),
-        ), config  # fmt: skip
+        return config, layout | _product(
+            config, args.kind, heads=q_THD.shape[1], codes=codes, native=native, wide=wide
+        )
+
+    def _shared(self, inputs: ScoreInputs) -> bool:
+        """Whether neighbouring tokens may be of one slot; a deterministic sum never has company."""
+        return not self._deterministic and inputs.slot_T.shape[0] > inputs.request_slots_B.shape[0]
 
 
-def constexprs_of(
-    config: Config,
-    *,
-    kind: int,
-    codes: bool,
-    native: bool,
-    wide: bool,
-    heads: int,
-    dim: int,
-    rows_per_page: int,
-    plane_rows: int,
-    runs: int,
-    align: int,
+def _product(
+    config: Config, kind: int, *, heads: int, codes: bool, native: bool, wide: bool
 ) -> dict[str, Any]:
-    """Compile-time arguments of `_score_kernel`."""
-    # Two tokens of many heads would not leave room for their products in registers.
+    """Compile-time arguments of the products."""
     return {
         "KIND": kind, "CODES": codes, "NATIVE": native, "DOT": tl.float32 if wide else tl.bfloat16,
-        "HEADS": heads, "DIM": dim, "RPP": rows_per_page, "PLANE_ROWS": plane_rows,
-        "RUNS": runs, "ALIGN": align, "TOKENS": config.tokens,
-        "BLOCK_H": min(max(next_pow2(heads), MIN_DOT), MAX_HEADS), "N": config.block_n,
-        "D": max(next_pow2(dim), 32),
+        "HEADS": heads, "BLOCK_H": min(max(next_pow2(heads), MIN_HEADS), MAX_HEADS),
+        "TOKENS": config.tokens, "N": config.block_n,
     }  # fmt: skip
 
 
 def variants() -> tuple[KernelVariant, ...]:
     """The published indexer: 64 heads of 128 channels over pages of 64 keys, one or two tokens a program."""
     nvidia, amd = ("sm_90", "sm_100"), ("gfx942", "gfx950")
-    cases = [
-        (INDEX_FP8, True, nvidia), (INDEX_FP8, False, amd), (BF16, False, nvidia), (BF16, False, amd),
-        (INDEX_FP4, False, nvidia), (INDEX_FP4, False, amd),
-    ]  # fmt: skip
+    cases = [(INDEX_FP8, True, nvidia), (INDEX_FP8, False, amd)] + [
+        (kind, False, targets) for kind in (BF16, INDEX_FP4) for targets in (nvidia, amd)
+    ]
     return query_variants() + tuple(
         _variant(kind.value, native, shared, targets)
         for kind, native, targets in cases
@@ -452,28 +330,31 @@ def variants() -> tuple[KernelVariant, ...]:
 
 
 def _variant(kind: int, native: bool, shared: bool, targets: tuple[str, ...]) -> KernelVariant:
-    config = _config(kind=kind, native=native, wide=False, shared=shared, hip="gfx942" in targets)
-    planar = kind >= PACKED_FP8.value
-    constexprs = constexprs_of(
-        config, kind=kind, codes=kind == INDEX_FP8.value, native=native, wide=False, heads=64, dim=128,
-        rows_per_page=64, plane_rows=64 if planar else 1, runs=max(config.block_n // 64, 1),
-        align=16 if planar else 8,
-    )  # fmt: skip
+    config = _config(heads=64, native=native, wide=False, shared=shared, hip="gfx942" in targets)
+    name, stride, plane_rows = {
+        BF16.value: ("bf16", 128, 1),
+        INDEX_FP8.value: ("fp8", 64 * 132, 64),
+        INDEX_FP4.value: ("fp4", 64 * 68, 64),
+    }[kind]
+    planar = plane_rows > 1
+    storage = torch.empty(0, dtype=torch.uint8 if planar else torch.bfloat16)
+    args = RowArgs(storage, stride, 64 * 64, kind, 128, 128, plane_rows)
+    codes = name == "fp8"
     pointers = {
-        "q_ptr": "*u8" if constexprs["CODES"] else "*bf16", "weights_ptr": "*fp32",
-        "keys_ptr": "*u8" if planar else "*bf16", "table_ptr": "*i32", "slot_ptr": "*i32",
-        "visible_ptr": "*i32", "out_ptr": "*fp32",
+        "q_ptr": "*u8" if codes else "*bf16", "weights_ptr": "*fp32",
+        "keys_ptr": "*u8" if planar else "*bf16",
+        "table_ptr": "*i32", "slot_ptr": "*i32", "visible_ptr": "*i32", "out_ptr": "*fp32",
     }  # fmt: skip
     strides = ("q_token", "q_head", "weights_token", "stride", "table_stride")
-    sizes = (
-        "first_token", "num_tokens", "num_rows", "max_entries", "chunk", "num_pages", "base", "out_stride",
-    )  # fmt: skip
-    name = {INDEX_FP8.value: "fp8", INDEX_FP4.value: "fp4"}.get(kind, "bf16")
+    sizes = ("first_token", "num_tokens", "num_rows", "max_entries", "chunk", "num_pages", "out_stride")  # fmt: skip
     return KernelVariant(
         name=f"score-{name}-{config.tokens}",
         fn=_score_kernel,
         signature=pointers | dict.fromkeys(strides + sizes, "i32"),
-        constexprs=constexprs,
+        constexprs=_layout(
+            args, block_n=config.block_n, rows_per_page=64, base=0, size=storage.element_size()
+        )
+        | _product(config, kind, heads=64, codes=codes, native=native, wide=False),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         aligned=(*pointers, *strides),

@@ -6,6 +6,7 @@ Legend: T tokens, H index heads, D index dim, N entries, P half the rope width.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +20,6 @@ from dsv4.kernels import score_triton
 from dsv4.kernels.base import Rounding
 from dsv4.kernels.score_ref import TorchScore
 from dsv4.kernels.score_triton import TritonScore
-from dsv4.kernels.triton_launch import interpreting
 from dsv4.metadata.plans import RopeTable, ScoreInputs
 from dsv4.pool.formats import IndexFp4Rows, IndexFp8Rows, PlainRows, RowFormat
 from dsv4.pool.geometry import PagedRows
@@ -235,21 +235,22 @@ def test_scores_are_the_sums_over_the_visible_keys(
 
 @few
 @given(data=st.data())
-def test_any_tile_of_keys_gives_the_same_scores(data: st.DataObject, device: torch.device) -> None:
-    """Tiles that are one run of rows, two runs, and a gather; chunks of several tiles."""
+def test_any_tiling_gives_the_same_scores(data: st.DataObject, device: torch.device) -> None:
+    """Tiles that are one run of rows, two runs, and a gather; chunks of several tiles; tokens of one slot and of
+    several slots in one program."""
     table = evolve(data.draw(tables()), rows_per_page=data.draw(st.sampled_from((8, 16, 32))))
     batch = data.draw(batches(table))
     case = Case.build(table, batch, device)
     kernel, block_n = TritonScore(), data.draw(st.sampled_from((16, 32, 64)))
-    chosen = score_triton._config
+    tokens, chosen = data.draw(st.sampled_from((1, 2, 4))), score_triton._config
 
-    def config(**facts: object) -> score_triton.Config:
-        return evolve(chosen(**facts), block_n=block_n)  # type: ignore[arg-type]
+    def config(**facts: Any) -> score_triton.Config:
+        return evolve(chosen(**facts), block_n=block_n, tokens=tokens)
 
-    tiles = data.draw(st.integers(1, 3))
+    chunk = data.draw(st.integers(1, 3)) * block_n
     with (
         mock.patch.object(score_triton, "_config", config),
-        mock.patch.object(score_triton, "_chunk", return_value=tiles * block_n),
+        mock.patch.object(score_triton, "_chunk", return_value=chunk),
     ):
         actual_TN = scores(
             kernel, case, case.prepared(kernel, torch.float32), batch.num_tokens or 1
@@ -422,4 +423,3 @@ def test_published_indexers_take_one_or_two_runs_of_keys() -> None:
         if variant.name.startswith("score"):
             assert variant.constexprs["RUNS"] == variant.constexprs["N"] // 64
             assert variant.constexprs["ALIGN"] > 1
-    assert not interpreting() or not torch.cuda.is_available()
