@@ -206,8 +206,8 @@ def _halves(taken, FOLD: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _ranks(taken, halves, total, FOLD: tl.constexpr, LANES: tl.constexpr):
-    """Number of taken entries up to each one, in the order of entries."""
+def _taken_before(halves, total, FOLD: tl.constexpr, LANES: tl.constexpr):
+    """Taken entries before each run [FOLD, LANES], in the order of entries."""
     ROWS: tl.constexpr = (FOLD + 1) // 2
     flat = tl.reshape(halves, [ROWS * LANES])
     before = tl.reshape(tl.cumsum(flat, axis=0), [ROWS, LANES]) - halves
@@ -215,9 +215,7 @@ def _ranks(taken, halves, total, FOLD: tl.constexpr, LANES: tl.constexpr):
         # the high half goes on where the low one ends
         before += (total & 0xFFFF) << 16
         before = (before[None, :, :] >> (tl.arange(0, 2) * 16)[:, None, None]) & 0xFFFF
-    before = tl.reshape(before, [FOLD, LANES])[:, None, :]
-    first = (tl.arange(0, RUN) == 0)[None, :, None]
-    return tl.cumsum(taken.to(tl.int32) + tl.where(first, before, 0), axis=1)
+    return tl.reshape(before, [FOLD, LANES])
 
 
 @triton.jit
@@ -298,14 +296,17 @@ def _best(
         halves = _halves(x >= floor, FOLD, LANES)
         total = tl.sum(halves)
         count = (total & 0xFFFF) + (total >> 16)
+    before = _taken_before(halves, total, FOLD, LANES)
+    # compared again, behind the scan: predicates that outlive it would be packed into registers bit by bit
     taken = x >= floor
-    rank = _ranks(taken, halves, total, FOLD, LANES)
+    run_start = tl.where(tl.arange(0, RUN)[None, :, None] == 0, before[:, None, :], 0)
+    rank = tl.cumsum(taken.to(tl.int32) + run_start, axis=1)
     lane = first + thread + step
     if listed:
         entry = tl.load(list_ptr + (load_thread + loaded), mask=loaded < end - load_thread, other=-1)
         lane = _by_thread(entry, FOLD, LANES)
-    # every thread has read its part of the list before another overwrites it
-    tl.debug_barrier()
+        # every thread has read its part of the list before another overwrites it
+        tl.debug_barrier()
     tl.store(out_ptr - 1 + rank, lane, mask=taken)
     if most > topk:
         behind = tl.arange(0, LANES * RUN)
