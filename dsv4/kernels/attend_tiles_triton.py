@@ -196,6 +196,25 @@ def fold_tile(
 
 
 @triton.jit
+def step(
+    q, raw, segment, lists, tile, limit, scale_log2, top, mass, acc,
+    SOURCES: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr, NATIVE: tl.constexpr, FRESH: tl.constexpr,
+    ROW_DIM: tl.constexpr, NOPE: tl.constexpr, PLANE_ROWS: tl.constexpr,
+    DOT: tl.constexpr, SPREAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """One tile, of which `raw` was loaded ahead."""
+    # Once more, for other threads: the scores' columns lie elsewhere than the rows, and a second load is cheaper than
+    # an exchange.
+    index = tile_indices(tile, lists, SOURCES, N)
+    k = tile_of(
+        raw, segment, index, KIND, FAST, NATIVE, FRESH, ROW_DIM, NOPE, PLANE_ROWS, DOT, N, D
+    )
+    return fold_tile(
+        q, k, is_row(index, limit), limit, scale_log2, top, mass, acc, DOT, SPREAD, M, N
+    )
+
+
+@triton.jit
 def divide(x, y):
     """x / y [M, D] and [M, 1], correctly rounded, at three multiply-adds a lane instead of a division's twelve."""
     inverse = tl.math.div_rn(1.0, y)

@@ -7,7 +7,6 @@ rope width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
@@ -16,34 +15,26 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4.errors import KernelError
+from dsv4.kernels.attend_plan_triton import Launch, Plan, launches_of, overlaps_launches
+from dsv4.kernels.attend_plan_triton import plan as plan_of
 from dsv4.kernels.attend_tiles_triton import (
-    FRESH_BY_ADDRESS,
     FRESH_BY_LOAD,
     LOG2_E,
-    NO_FRESH,
     finish,
-    fold_tile,
     is_row,
     load_packed,
     load_plain,
     mass_shape,
     operand,
     rope_back,
+    step,
     tile_indices,
-    tile_of,
 )
 from dsv4.kernels.base import AttentionKernel
 from dsv4.kernels.combine_triton import combine_parts, lse_args, rope_args, rope_width
-from dsv4.kernels.rows_triton import FP32, PACKED_FP8, RowArgs, row_args
+from dsv4.kernels.rows_triton import PACKED_FP8
 from dsv4.kernels.tile_triton import cast
-from dsv4.kernels.triton_launch import (
-    KernelVariant,
-    dot_dtype,
-    interpreting,
-    next_pow2,
-    supports_native_fp8,
-)
-from dsv4.metadata.buffers import MAX_SPLITS
+from dsv4.kernels.triton_launch import interpreting, next_pow2, supports_native_fp8
 from dsv4.metadata.plans import RopeTable, Source, Workspace
 
 
@@ -138,23 +129,15 @@ def _attend_kernel(
             # Always true. Work inside a branch is scheduled behind the loop's loads: the next tile's rows are requested
             # before this tile's products, which do not overlap with one another then.
             if tile < last:
-                again = tile_indices(tile, lists, SOURCES, N)
-                k = tile_of(
-                    raw, segment, again, KIND, FAST, NATIVE, FRESH,
-                    ROW_DIM, NOPE, PLANE_ROWS, DOT, N, D,
+                top, mass, acc = step(
+                    q, raw, segment, lists, tile, limit, scale_log2, top, mass, acc, SOURCES, KIND, FAST, NATIVE, FRESH,
+                    ROW_DIM, NOPE, PLANE_ROWS, DOT, SPREAD, M, N, D,
                 )  # fmt: skip
-                top, mass, acc = fold_tile(
-                    q, k, is_row(again, limit), limit, scale_log2, top, mass, acc, DOT, SPREAD, M, N
-                )
         else:
-            again = tile_indices(tile, lists, SOURCES, N)
-            k = tile_of(
-                raw, segment, again, KIND, FAST, NATIVE, FRESH,
-                ROW_DIM, NOPE, PLANE_ROWS, DOT, N, D,
+            top, mass, acc = step(
+                q, raw, segment, lists, tile, limit, scale_log2, top, mass, acc, SOURCES, KIND, FAST, NATIVE, FRESH,
+                ROW_DIM, NOPE, PLANE_ROWS, DOT, SPREAD, M, N, D,
             )  # fmt: skip
-            top, mass, acc = fold_tile(
-                q, k, is_row(again, limit), limit, scale_log2, top, mass, acc, DOT, SPREAD, M, N
-            )
     total = tl.sum(tl.sum(mass, 2), 1)
     if PARTS:
         row = (token64 * HEADS + head) * num_parts + first_part + tl.program_id(1)
@@ -177,100 +160,10 @@ def _attend_kernel(
             tl.store(lse_ptr + token64 * lse_token + head * lse_head, lse, mask=head < HEADS)
 
 
-NATIVE_FP8 = (8, 9)
-WGMMA = (9, 0)
-
-
-@frozen
-class Tile:
-    """What one program works on, and how."""
-
-    heads: int
-    rows: int
-    num_warps: int
-    num_stages: int = 1
-    eager: bool = False
-    """Request the next tile's rows before this tile's products."""
-    spread: bool = False
-    """Spread the scores over the warpgroups: see `fold_tile`."""
-
-
-WIDE = Tile(64, 64, 8, num_stages=2, eager=True, spread=True)
-"""wgmma takes 64 heads. Shared memory: q 64 KB, two tiles of 64 rows of 1 KB; the sums fill half the registers."""
-NARROW = Tile(16, 32, 4)
-"""Few tokens, and GPUs without wgmma: 82 KB on NVIDIA, 32 KB on AMD."""
-LONG = Tile(16, 16, 8)
-"""Rows of more than 512 channels."""
-EXACT = Tile(16, 16, 4)
-"""fp32 products, unrolled multiply-adds."""
-FEW_PROGRAMS = 150
-"""Up to this many narrow programs of one tile each are faster than fewer wide ones: their groups of heads gather the
-same rows again, which only pays while processors are idle."""
-
-
-@frozen(eq=False)
-class Segment:
-    """A source as kernels take it."""
-
-    rows: RowArgs
-    fresh_TD: Tensor | None
-    indptr_T1: Tensor
-    indices_N: Tensor
-    max_rows: int
-
-    @classmethod
-    def of(cls, source: Source) -> Segment:
-        stream = source.stream
-        return cls(
-            row_args(source.view),
-            source.fresh_TD,
-            stream.indptr_T1,
-            stream.indices_N,
-            stream.max_rows,
-        )
-
-    @property
-    def empty(self) -> bool:
-        fresh_rows = 0 if self.fresh_TD is None else self.fresh_TD.shape[0]
-        return self.max_rows == 0 or self.rows.num_rows + fresh_rows == 0
-
-    def joins(self, other: Segment) -> bool:
-        """Whether one launch can walk over both."""
-        a, b = self.rows, other.rows
-        same_rows = (a.kind, a.nope, a.plane_rows) == (b.kind, b.nope, b.plane_rows)
-        fresh = [s.fresh_TD.dtype for s in (self, other) if s.fresh_TD is not None]
-        return same_rows and len(set(fresh)) <= 1
-
-    def args(self, fresh_TD: Tensor | None) -> tuple[object, ...]:
-        """`fresh_TD`: what stands for this segment's fresh rows where it has none."""
-        own_TD, num_fresh = self.fresh_TD, 0
-        if own_TD is not None:
-            num_fresh = own_TD.shape[0]
-        elif fresh_TD is not None:
-            own_TD = fresh_TD
-        else:
-            own_TD = self.rows.storage
-        return (
-            self.rows.storage, self.rows.stride, self.rows.num_rows, own_TD, own_TD.stride(0), num_fresh,
-            self.indptr_T1, self.indices_N,
-        )  # fmt: skip
-
-
-def joined(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
-    """Neighbours in pairs, one launch each."""
-    launches: list[tuple[Segment, ...]] = []
-    for segment in segments:
-        if launches and len(launches[-1]) == 1 and launches[-1][0].joins(segment):
-            launches[-1] = (launches[-1][0], segment)
-        else:
-            launches.append((segment,))
-    return launches
-
-
 class TritonAttention(AttentionKernel):
-    """One launch for up to two sources of one row format, and a second one where rows are split. Other sources get
-    launches of their own, which are combined like the parts of split rows; that alone allocates, if the workspace
-    is too small. Deterministic: rows are never split, and one tile shape serves all formats and batches."""
+    """One launch for up to two sources of one row format, and a second one where rows are split. Further sources get
+    launches of their own, which are combined as the parts of split rows are; that alone allocates, if the workspace
+    is too small. Deterministic: rows are never split, and one tile shape serves all row formats and batches."""
 
     def __init__(self, *, deterministic: bool = False) -> None:
         self._deterministic = deterministic
@@ -289,172 +182,89 @@ class TritonAttention(AttentionKernel):
     ) -> None:
         if scale <= 0:
             raise KernelError(
-                f"attend: scale {scale} must be above 0: masked scores are -inf before they are scaled"
+                f"attend: scale {scale} must be above 0: scores of no row are -inf before they are scaled"
             )
         if q_THD.numel() == 0:
             return
-        segments = [s for s in map(Segment.of, sources) if not s.empty]
-        if not segments:
+        launches = launches_of(sources)
+        if not launches:
             out_THD.zero_()
             if lse_TH is not None:
                 lse_TH.fill_(-torch.inf)
             return
-        launches = joined(segments)
+        call = Call(q_THD, sink_H, scale, out_THD, lse_TH, rope)
         scratch = None if workspace is None else workspace.partials
-        tile, parts = self._plan(q_THD, launches, scratch)
-        total = parts * len(launches)
-        if total > 1:
-            needed = total * q_THD.shape[0] * q_THD.shape[1] * (q_THD.shape[2] + 2)
-            if scratch is None or scratch.numel() < needed:
-                scratch = torch.empty(needed, dtype=torch.float32, device=q_THD.device)
-        early = total > 1 and overlaps_launches(q_THD.device)
-        for i, launch in enumerate(launches):
-            _launch(
-                q_THD, launch, sink_H, scale, out_THD, lse_TH, rope, tile,
-                scratch if total > 1 else None, (i * parts, parts, total), early and i + 1 == len(launches),
-            )  # fmt: skip
-        if total > 1:
-            assert scratch is not None
-            combine_parts(
-                scratch,
-                total,
-                sink_H,
-                out_THD=out_THD,
-                lse_TH=lse_TH,
-                rope=rope,
-                after_launch=early,
-            )
+        plan = self._plan(q_THD, launches, scratch)
+        if plan.parts * len(launches) == 1:
+            _attend(call, launches[0], plan, None)
+        else:
+            _attend_in_parts(call, launches, plan, scratch)
 
-    def _plan(
-        self, q_THD: Tensor, launches: Sequence[Sequence[Segment]], scratch: Tensor | None
-    ) -> tuple[Tile, int]:
-        """Tile shape and parts of a launch, from capacities alone."""
-        num_tokens, num_heads, dim = q_THD.shape
-        exact = any(s.rows.kind == FP32.value for launch in launches for s in launch)
-        tile = tile_for(exact or q_THD.dtype == torch.float32, dim, num_heads, q_THD.device)
-        if self._deterministic or scratch is None or len(launches) > 1:
-            return tile, 1
-        most = min(MAX_SPLITS, scratch.numel() // (num_tokens * num_heads * (dim + 2)))
-        if tile is WIDE:
-            parts = num_tiles(launches[0], NARROW.rows)
-            if parts <= most and parts * num_tokens * -(-num_heads // NARROW.heads) <= FEW_PROGRAMS:
-                return NARROW, parts
-        tiles = num_tiles(launches[0], tile.rows)
-        programs = num_tokens * -(-num_heads // tile.heads)
-        parts = max(1, min(tiles, most, processors(q_THD.device) // programs))
-        share = -(-tiles // parts)
-        return tile, -(-tiles // share)
+    def _plan(self, q_THD: Tensor, launches: Sequence[Launch], scratch: Tensor | None) -> Plan:
+        return plan_of(q_THD, launches, None if self._deterministic else scratch)
 
 
-def num_tiles(launch: Sequence[Segment], rows: int) -> int:
-    """Most tiles of a token."""
-    return sum(-(-segment.max_rows // rows) for segment in launch)
+@frozen(eq=False)
+class Call:
+    """What all launches of a call share."""
+
+    q_THD: Tensor
+    sink_H: Tensor
+    scale: float
+    out_THD: Tensor
+    lse_TH: Tensor | None
+    rope: RopeTable | None
 
 
-def tile_for(exact: bool, dim: int, num_heads: int, device: torch.device) -> Tile:
-    """Tile shape for many tokens. `exact`: products in fp32."""
-    if dim > 512:
-        return LONG
-    if exact:
-        return EXACT
-    return WIDE if num_heads > 32 and has_wgmma(device) else NARROW
+@frozen(eq=False)
+class Parts:
+    """Where a launch leaves its parts of each token and head: [first, first + of the plan) out of `total`."""
+
+    scratch: Tensor
+    first: int
+    total: int
+    early: bool
+    """The kernel that combines them may start before this one ends."""
 
 
-def has_wgmma(device: torch.device) -> bool:
-    """Whether products of 64 heads pay; the interpreter takes the same shapes."""
-    return interpreting() or _capability(device) >= WGMMA
-
-
-def overlaps_launches(device: torch.device) -> bool:
-    """Whether a kernel may start before the one in front of it ends (programmatic dependent launch)."""
-    return not interpreting() and _capability(device) >= WGMMA
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Of an NVIDIA GPU; (0, 0) for others."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return (0, 0)
-    return torch.cuda.get_device_capability(device)
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Programs that run side by side; the interpreter plans as for an H200."""
-    if device.type != "cuda":
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _launch(
-    q_THD: Tensor,
-    launch: Sequence[Segment],
-    sink_H: Tensor,
-    scale: float,
-    out_THD: Tensor,
-    lse_TH: Tensor | None,
-    rope: RopeTable | None,
-    tile: Tile,
-    scratch: Tensor | None,
-    parts: tuple[int, int, int],
-    early: bool,
+def _attend_in_parts(
+    call: Call, launches: Sequence[Launch], plan: Plan, scratch: Tensor | None
 ) -> None:
-    """One walk over one or two segments. `parts`: the first one, how many, and how many of all launches."""
-    num_tokens, num_heads, dim = q_THD.shape
-    a, b = launch[0], launch[-1]
-    fresh, stand_in = fresh_mode(launch)
-    split = scratch is not None
-    first, count, total = parts
-    stages = (
-        1 if fresh == FRESH_BY_LOAD.value and a.rows.kind != PACKED_FP8.value else tile.num_stages
-    )
-    exact = a.rows.kind == FP32.value or dot_dtype(q_THD) == tl.float32
-    _attend_kernel[(num_tokens * -(-num_heads // tile.heads), count)](
-        q_THD, q_THD.stride(0), q_THD.stride(1), sink_H, scale * LOG2_E.value,
-        out_THD, out_THD.stride(0), out_THD.stride(1), *lse_args(None if split else lse_TH),
-        *rope_args(None if split else rope), scratch, first, total, num_tokens * num_heads * total,
-        *a.args(stand_in), *b.args(stand_in),
-        SOURCES=len(launch), SAME_TABLE=same_table(a.rows, b.rows), FRESH=fresh, KIND=a.rows.kind,
-        PLANE_ROWS=a.rows.plane_rows, FAST=is_fast(launch), ALIGNED=is_aligned(launch),
-        NATIVE=supports_native_fp8(q_THD.device), HEADS=num_heads, ROW_DIM=dim, NOPE=a.rows.nope,
-        ROPE=0 if split else rope_width(rope), PARTS=split, LSE=lse_TH is not None and not split, PDL=early,
-        DOT=tl.float32 if exact else tl.bfloat16, M=tile.heads, N=tile.rows, D=max(16, next_pow2(dim)),
-        STAGES=stages, EAGER=tile.eager, SPREAD=tile.spread,
-        num_warps=tile.num_warps, num_stages=stages,
+    num_tokens, num_heads, dim = call.q_THD.shape
+    total = plan.parts * len(launches)
+    needed = total * num_tokens * num_heads * (dim + 2)
+    if scratch is None or scratch.numel() < needed:
+        scratch = torch.empty(needed, dtype=torch.float32, device=call.q_THD.device)
+    early = overlaps_launches(call.q_THD.device)
+    for i, launch in enumerate(launches):
+        last = i + 1 == len(launches)
+        _attend(call, launch, plan, Parts(scratch, i * plan.parts, total, early and last))
+    combine_parts(
+        scratch, total, call.sink_H, out_THD=call.out_THD, lse_TH=call.lse_TH, rope=call.rope,
+        after_launch=early,
     )  # fmt: skip
 
 
-def fresh_mode(launch: Sequence[Segment]) -> tuple[int, Tensor | None]:
-    """How the kernel reads fresh rows, and a tensor for the source that has none."""
-    fresh = [s.fresh_TD for s in launch if s.fresh_TD is not None]
-    if not fresh:
-        return NO_FRESH.value, None
-    alike = all(s.rows.storage.dtype == fresh[0].dtype for s in launch)
-    return (FRESH_BY_ADDRESS if alike else FRESH_BY_LOAD).value, fresh[0]
-
-
-def same_table(a: RowArgs, b: RowArgs) -> bool:
-    """Whether both sources read one table: its place need not be chosen tile by tile."""
-    return a.storage.data_ptr() == b.storage.data_ptr() and a[1:] == b[1:]
-
-
-def is_fast(launch: Sequence[Segment]) -> bool:
-    """Whether packed rows have the published form: whole blocks of codes, one block of rotated channels, parts at
-    multiples of 16 bytes."""
-    return all(
-        s.rows.kind == PACKED_FP8.value
-        and s.rows.nope % 64 == 0
-        and 0 < s.rows.nope <= 512
-        and s.rows.row_dim - s.rows.nope == 64
-        and s.rows.storage.data_ptr() % 16 == 0
-        and s.rows.stride % 16 == 0
-        for s in launch
-    )
-
-
-def is_aligned(launch: Sequence[Segment]) -> bool:
-    """Whether every plain row starts at a multiple of 16 bytes."""
-    tensors = [s.rows.storage for s in launch] + [
-        s.fresh_TD for s in launch if s.fresh_TD is not None
-    ]
-    return all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in tensors)
+def _attend(call: Call, launch: Launch, plan: Plan, parts: Parts | None) -> None:
+    """One walk over one or two segments, to the end if there are no parts."""
+    q_THD, out_THD, tile, fresh = call.q_THD, call.out_THD, plan.tile, launch.fresh_mode
+    num_tokens, num_heads, dim = q_THD.shape
+    lse_TH, rope = (call.lse_TH, call.rope) if parts is None else (None, None)
+    # Plain rows that are read twice and chosen between need a third tile in shared memory.
+    twice = fresh == FRESH_BY_LOAD.value and not launch.packed
+    stages = 1 if twice else tile.num_stages
+    where: tuple[Tensor | None, int, int, int] = (None, 0, 0, 0)
+    if parts is not None:
+        where = parts.scratch, parts.first, parts.total, num_tokens * num_heads * parts.total
+    _attend_kernel[(num_tokens * -(-num_heads // tile.heads), plan.parts)](
+        q_THD, q_THD.stride(0), q_THD.stride(1), call.sink_H, call.scale * LOG2_E.value,
+        out_THD, out_THD.stride(0), out_THD.stride(1), *lse_args(lse_TH), *rope_args(rope), *where, *launch.args(),
+        SOURCES=len(launch.segments), SAME_TABLE=launch.same_table, FRESH=fresh, KIND=launch.rows.kind,
+        PLANE_ROWS=launch.rows.plane_rows, FAST=launch.published, ALIGNED=launch.aligned,
+        NATIVE=supports_native_fp8(q_THD.device), HEADS=num_heads, ROW_DIM=dim, NOPE=launch.rows.nope,
+        ROPE=rope_width(rope), PARTS=parts is not None, LSE=lse_TH is not None,
+        PDL=parts is not None and parts.early,
+        DOT=tl.float32 if plan.exact or interpreting() else tl.bfloat16,
+        M=tile.heads, N=tile.rows, D=max(16, next_pow2(dim)), STAGES=stages, EAGER=tile.eager, SPREAD=tile.spread,
+        num_warps=tile.num_warps, num_stages=stages,
+    )  # fmt: skip

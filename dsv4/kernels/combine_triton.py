@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4.kernels.attend_tiles_triton import finish, rope_back
 from dsv4.kernels.tile_triton import cast
-from dsv4.kernels.triton_launch import KernelVariant, next_pow2
+from dsv4.kernels.triton_launch import next_pow2
 from dsv4.metadata.plans import RopeTable
 
 TILE_VALUES = 8192

@@ -1,0 +1,224 @@
+"""What attend launches: segments that one kernel walks over, tile shapes, and how far rows are split.
+
+Legend: T tokens, H heads, D head dim. Everything here follows from capacities and formats, nothing from device data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from dsv4.kernels.attend_tiles_triton import FRESH_BY_ADDRESS, FRESH_BY_LOAD, NO_FRESH
+from dsv4.kernels.rows_triton import FP32, PACKED_FP8, RowArgs, row_args
+from dsv4.kernels.triton_launch import interpreting
+from dsv4.metadata.buffers import MAX_SPLITS
+from dsv4.metadata.plans import IndexStream, Source
+
+WGMMA = (9, 0)
+"""First compute capability with products of 64 heads at once, and with dependent launches."""
+H200_PROCESSORS = 132
+FEW_PROGRAMS = 150
+"""Up to this many narrow programs of one tile each are faster than fewer wide ones: their groups of heads gather the
+same rows again, which only pays while processors are idle."""
+
+
+@frozen
+class Tile:
+    """What one program works on at a time, and how."""
+
+    heads: int
+    rows: int
+    num_warps: int
+    num_stages: int = 1
+    eager: bool = False
+    """Request the next tile's rows before this tile's products."""
+    spread: bool = False
+    """Spread the scores over the warpgroups, see `fold_tile`."""
+
+
+WIDE = Tile(64, 64, 8, num_stages=2, eager=True, spread=True)
+"""wgmma takes 64 heads. Shared memory: q 64 KB, two tiles of 64 rows of 1 KB; the sums fill half the registers."""
+NARROW = Tile(16, 32, 4)
+"""Few tokens, and GPUs without wgmma: 82 KB on NVIDIA, 32 KB on AMD."""
+LONG = Tile(16, 16, 8)
+"""Rows of more than 512 channels."""
+EXACT = Tile(16, 16, 4)
+"""fp32 products: unrolled multiply-adds."""
+
+
+@frozen(eq=False)
+class Segment:
+    """A source as kernels take it."""
+
+    rows: RowArgs
+    fresh_TD: Tensor | None
+    stream: IndexStream
+
+    @classmethod
+    def of(cls, source: Source) -> Segment:
+        return cls(row_args(source.view), source.fresh_TD, source.stream)
+
+    @property
+    def num_fresh(self) -> int:
+        return 0 if self.fresh_TD is None else self.fresh_TD.shape[0]
+
+    @property
+    def empty(self) -> bool:
+        return self.stream.max_rows == 0 or self.rows.num_rows + self.num_fresh == 0
+
+    def args(self, fresh_TD: Tensor) -> tuple[Tensor | int, ...]:
+        """Arguments of the kernel; `fresh_TD` stands for the fresh rows of a segment that has none."""
+        fresh_TD = fresh_TD if self.fresh_TD is None else self.fresh_TD
+        return (
+            *self.rows[:3], fresh_TD, fresh_TD.stride(0), self.num_fresh,
+            self.stream.indptr_T1, self.stream.indices_N,
+        )  # fmt: skip
+
+
+@frozen(eq=False)
+class Launch:
+    """One or two segments of one row format."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def rows(self) -> RowArgs:
+        """Of the first segment; format and row width are those of all."""
+        return self.segments[0].rows
+
+    @property
+    def _fresh(self) -> list[Tensor]:
+        return [s.fresh_TD for s in self.segments if s.fresh_TD is not None]
+
+    def takes(self, segment: Segment) -> bool:
+        """Whether a second segment can be walked over in the same launch."""
+        a, b = self.rows, segment.rows
+        alike = (a.kind, a.nope, a.plane_rows) == (b.kind, b.nope, b.plane_rows)
+        dtypes = {x.dtype for x in (*self._fresh, segment.fresh_TD) if x is not None}
+        return len(self.segments) == 1 and alike and len(dtypes) <= 1
+
+    @property
+    def packed(self) -> bool:
+        return bool(self.rows.kind == PACKED_FP8.value)
+
+    @property
+    def fresh_mode(self) -> int:
+        """How fresh rows are read."""
+        if not self._fresh:
+            return int(NO_FRESH.value)
+        alike = self._fresh[0].dtype == self.rows.storage.dtype
+        return int((FRESH_BY_ADDRESS if alike else FRESH_BY_LOAD).value)
+
+    @property
+    def same_table(self) -> bool:
+        """Whether all segments read one table: its place need not be chosen tile by tile."""
+        a, b = self.segments[0].rows, self.segments[-1].rows
+        same_memory = a.storage.data_ptr() == b.storage.data_ptr()
+        return same_memory and a[1:] == b[1:]
+
+    @property
+    def published(self) -> bool:
+        """Whether packed rows have the published form: up to 8 whole blocks of codes and one block of rotated
+        channels, on a grid of 16 bytes."""
+        a = self.rows
+        form = a.nope % 64 == 0 and 0 < a.nope <= 512 and a.row_dim - a.nope == 64
+        return self.packed and form and self.aligned
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every row, or plane of packed rows, starts at a multiple of 16 bytes."""
+        tensors = [s.rows.storage for s in self.segments] + self._fresh
+        return all(
+            x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 for x in tensors
+        )
+
+    def num_tiles(self, rows: int) -> int:
+        """Most tiles of a token."""
+        return sum(-(-s.stream.max_rows // rows) for s in self.segments)
+
+    def args(self) -> tuple[Tensor | int, ...]:
+        """Both segments' arguments; a lone one's are given twice."""
+        fresh_TD = (*self._fresh, self.rows.storage)[0]
+        return self.segments[0].args(fresh_TD) + self.segments[-1].args(fresh_TD)
+
+
+def launches_of(sources: Sequence[Source]) -> list[Launch]:
+    """Sources without rows dropped, neighbours of one format in pairs."""
+    launches: list[Launch] = []
+    for segment in map(Segment.of, sources):
+        if segment.empty:
+            continue
+        if launches and launches[-1].takes(segment):
+            launches[-1] = Launch((*launches[-1].segments, segment))
+        else:
+            launches.append(Launch((segment,)))
+    return launches
+
+
+@frozen
+class Plan:
+    """How a call runs. Parts of a token: `parts` in each of the launches."""
+
+    tile: Tile
+    exact: bool
+    """fp32 products; bf16 otherwise."""
+    parts: int = 1
+
+
+def plan(q_THD: Tensor, launches: Sequence[Launch], scratch: Tensor | None) -> Plan:
+    """`scratch`: fp32 memory for partial results; without it no row is split."""
+    num_tokens, num_heads, dim = q_THD.shape
+    exact = q_THD.dtype == torch.float32 or any(x.rows.kind == FP32.value for x in launches)
+    tile = tile_for(dim, num_heads, q_THD.device, exact=exact)
+    if scratch is None or len(launches) > 1:
+        return Plan(tile, exact)
+    most = min(MAX_SPLITS, scratch.numel() // (num_tokens * num_heads * (dim + 2)))
+    if tile is WIDE:
+        parts = launches[0].num_tiles(NARROW.rows)
+        programs = num_tokens * -(-num_heads // NARROW.heads) * parts
+        if parts <= most and programs <= FEW_PROGRAMS:
+            return Plan(NARROW, exact, parts)
+    tiles = launches[0].num_tiles(tile.rows)
+    programs = num_tokens * -(-num_heads // tile.heads)
+    parts = max(1, min(tiles, most, processors(q_THD.device) // programs))
+    share = -(-tiles // parts)
+    return Plan(tile, exact, -(-tiles // share))
+
+
+def tile_for(dim: int, num_heads: int, device: torch.device, *, exact: bool) -> Tile:
+    """Tile shape where rows are not split, whatever their format and the number of tokens."""
+    if dim > 512:
+        return LONG
+    if exact:
+        return EXACT
+    return WIDE if num_heads > 32 and has_wgmma(device) else NARROW
+
+
+def has_wgmma(device: torch.device) -> bool:
+    """Whether products of 64 heads pay. The interpreter takes the shapes of an H200."""
+    return interpreting() or _capability(device) >= WGMMA
+
+
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether a kernel may start while the one in front of it runs."""
+    return not interpreting() and _capability(device) >= WGMMA
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Of an NVIDIA GPU; (0, 0) of others."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Wide programs that run side by side."""
+    if device.type != "cuda":
+        return H200_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
