@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 
+import dsv4
 from dsv4.kernels.tile_triton import cast, to_fp32
 from dsv4.kernels.triton_launch import interpreting
 from tests.kernels.bf16_guard import bf16_guard
+from tests.kernels.compile_variants import all_variants
 
 NUM = tl.constexpr(16)
 
@@ -91,3 +95,46 @@ def test_the_guard_lets_upcast_arithmetic_pass(no_bf16_arithmetic) -> None:
     x = torch.linspace(-1, 2, 16).bfloat16()
     _good_kernel[(1,)](x, torch.empty_like(x))
     assert no_bf16_arithmetic.launched == {"_good_kernel"}
+
+
+CASES = [
+    (dsv4.UnifiedPoolConfig, "bf16", "fp8", False),
+    (dsv4.ThreePoolConfig, "fp8", "fp4", True),
+]
+"""Pool, row format, format of indexer keys, deterministic."""
+
+
+@needs_interpreter
+def test_every_kernel_runs_in_forwards_of_a_bf16_model_and_none_computes_on_bf16() -> None:
+    with bf16_guard() as guard:
+        for case in CASES:
+            _forwards(*case)
+    assert sorted(guard.faults) == []
+    may_see_bf16 = {
+        variant.fn.__name__
+        for variant in all_variants()
+        if {"*bf16", "*u8"} & set(variant.signature.values())
+    }
+    assert sorted(may_see_bf16 - guard.launched) == []
+
+
+def _forwards(
+    pool: type[dsv4.PoolConfig], row_format: str, index_format: str, deterministic: bool
+) -> None:
+    """A chunk that closes windows, then one that goes on beside a new request's."""
+    memory = pool(max_requests=2, max_context=256, row_format=row_format, index_format=index_format)
+    config = dsv4.BackendConfig(
+        pool=memory, kernels="triton", deterministic=deterministic, max_batch_tokens=64
+    )
+    model = dsv4.load("tiny", backend=config, dtype="bfloat16")
+    slots = [model.backend.pool.acquire() for _ in range(2)]
+    for slot in slots:
+        model.backend.pool.reserve(slot, 16)
+    first, second = slots
+    for batch in ([(first, [5, 6, 7, 8, 9])], [(first, [10]), (second, [1, 2, 3])]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            logits = model.forward(dsv4.ForwardBatch.of(batch))
+        assert bool(logits.isfinite().all())
+        for slot, ids in batch:
+            model.backend.pool.commit(slot, len(ids))
