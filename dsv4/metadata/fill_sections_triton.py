@@ -25,7 +25,10 @@ from dsv4.metadata.fill_tiles_triton import (
     rows_below,
 )
 
-# Globals of device code must be constexpr.
+# Globals of device code must be constexpr. Sections read their row of the table without a helper, for each call of one
+# takes the interpreter a millisecond.
+INTS = tl.constexpr(tl.pointer_type(tl.int32))
+FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
 NUMBERS = tl.constexpr(MAX_BUFFERS)
 WINDOW = tl.constexpr(int(Kind.WINDOW))
 ENTRIES = tl.constexpr(int(Kind.ENTRIES))
@@ -41,160 +44,158 @@ LAST_ROWS = tl.constexpr(int(Kind.LAST_ROWS))
 
 
 @triton.jit
-def _ints(row, index: tl.constexpr):
-    return tl.load(row + index).to(tl.pointer_type(tl.int32))
-
-
-@triton.jit
-def _floats(row, index: tl.constexpr):
-    return tl.load(row + index).to(tl.pointer_type(tl.float32))
-
-
-@triton.jit
-def _number(row, index: tl.constexpr):
-    return tl.load(row + NUMBERS + index).to(tl.int32)
+def _window_rows(lane, token, count, slot, committed, query, position, rings):
+    """Window lanes in position order: own tokens of a chunk are fresh rows, everything else lies in the ring."""
+    ring_rows, in_place, num_ring_rows = rings
+    back = (count - 1)[:, None] - lane
+    at = position[:, None] - back
+    fresh = (query > in_place)[:, None] & (at >= committed[:, None])
+    ring_row = slot[:, None] * ring_rows + at % ring_rows
+    return tl.where(fresh, num_ring_rows + token[:, None] - back, ring_row)
 
 
 @triton.jit
 def stream(
-    kind, tile, extent, row, batch, pages, num_tokens,
-    SCAN: tl.constexpr, TOKENS_TILE: tl.constexpr, LANES_TILE: tl.constexpr,
+    kind, tile, extent, ratio, row, batch, pages, num_tokens,
+    SCAN: tl.constexpr, TOKENS_TILE: tl.constexpr, LANES_TILE: tl.constexpr, REPEAT: tl.constexpr,
 ):  # fmt: skip
     """Window rows, HCA entries, or the lanes that select fills. Token t owns lanes [indptr[t], indptr[t + 1]); the rest
-    of its W lanes it takes behind the last token's, so that all T * W lanes have exactly one writer."""
-    width = extent
-    ratio = _number(row, 0)
-    # only a CSA stream's cap depends on the batch shape
-    cap = tl.where(kind == LANES, width, _number(row, 1))
-    full = tl.where(kind == ENTRIES, NEVER, cap * ratio)
-    blocks = tl.cdiv(tl.maximum(width, 1), LANES_TILE)
+    of its W lanes it takes behind the last token's, so that all T * W lanes have exactly one writer. `extent`: W."""
+    indptr_ptr, out_ptr = tl.load(row + 0).to(INTS), tl.load(row + 1).to(INTS)
+    first_number = tl.load(row + NUMBERS + 0).to(tl.int32)
+    second_number = tl.load(row + NUMBERS + 1).to(tl.int32)
+    third_number = tl.load(row + NUMBERS + 2).to(tl.int32)
+    cap = tl.where(kind == ENTRIES, NEVER, extent)
+    full = tl.where(kind == ENTRIES, NEVER, extent * ratio)
+    span: tl.constexpr = LANES_TILE * REPEAT
+    blocks = tl.cdiv(tl.maximum(extent, 1), span)
     token = (tile // blocks) * TOKENS_TILE + tl.arange(0, TOKENS_TILE)
-    lane = (tile % blocks) * LANES_TILE + tl.arange(0, LANES_TILE)
+    inside = token < num_tokens
     request, before, total = find_rows(token, batch, ratio, cap, full, SCAN)
     slot, committed, query, local, position = load_tokens(token, request, batch)
     live = slot >= 0
-    count = tl.where(live, tl.minimum((position + 1) // ratio, cap), 0)
+    count = tl.where(live & inside, tl.minimum((position + 1) // ratio, cap), 0)
     indptr = before + tl.where(live, rows_below(committed, local, ratio, cap, full), 0)
-    inside = token < num_tokens
-    if tile % blocks == 0:
-        tl.store(_ints(row, 0) + token, indptr, mask=inside)
+    begin = (tile % blocks) * span
+    if begin == 0:
+        tl.store(indptr_ptr + token, indptr, mask=inside)
     if tile == 0:
-        tl.store(_ints(row, 0) + num_tokens, total)
+        tl.store(indptr_ptr + num_tokens, total)
 
-    lane = lane[None, :]
-    used = (lane < count[:, None]) & inside[:, None]
-    spare = (token.to(tl.int64) * width + total - indptr - count)[:, None] + lane
-    place = tl.where(used, indptr[:, None] + lane, spare)
-    inside = (
-        inside[:, None] & (lane < width) & (place >= 0) & (place < num_tokens.to(tl.int64) * width)
-    )
-    if kind == LANES:
-        own = token.to(tl.int64)[:, None] * width + lane
-        tl.store(_ints(row, 1) + own, place.to(tl.int32), mask=inside)
-    else:
-        if kind == WINDOW:
-            back = (count - 1)[:, None] - lane
-            at = position[:, None] - back
-            ring_rows = _number(row, 2)
-            fresh = (query > _number(row, 3))[:, None] & (at >= committed[:, None])
-            ring_row = slot[:, None] * ring_rows + at % ring_rows
-            rows = tl.where(fresh, _number(row, 4) + token[:, None] - back, ring_row)
+    own = token.to(tl.int64) * extent
+    spare = own + total - indptr - count
+    # holds unless a length exceeds what the batch shape promised: then lanes are missing, but none is elsewhere
+    end = num_tokens.to(tl.int64) * extent
+    inside = inside & (indptr + tl.minimum(count, extent) <= end) & (spare + count >= 0)
+    for first in range(begin, tl.minimum(begin + span, extent), LANES_TILE):
+        lane = first + tl.arange(0, LANES_TILE)[None, :]
+        used = lane < count[:, None]
+        place = tl.where(used, indptr[:, None], spare[:, None]) + lane
+        mask = inside[:, None] & (lane < extent)
+        if kind == LANES:
+            tl.store(out_ptr + own[:, None] + lane, place.to(tl.int32), mask=mask)
+        elif kind == WINDOW:
+            rings = (first_number, second_number, third_number)
+            rows = _window_rows(lane, token, count, slot, committed, query, position, rings)
+            tl.store(out_ptr + place, tl.where(used, rows, -1), mask=mask)
         else:
-            rows = paged_row(pages, slot[:, None], lane, _number(row, 2), _number(row, 3), used)
-        tl.store(_ints(row, 1) + place, tl.where(used, rows, -1), mask=inside)
+            rows = paged_row(pages, slot[:, None], lane, first_number, second_number, used)
+            tl.store(out_ptr + place, tl.where(used, rows, -1), mask=mask)
 
 
 @triton.jit
 def tokens(tile, extent, row, batch, num_tokens, SCAN: tl.constexpr, TOKENS_TILE: tl.constexpr):
-    """Request, slot, position and window row of each token. `extent`: whether chunks may occur."""
+    """Request, slot, position and window row of each token. `extent`: most new tokens of a request."""
     token = tile * TOKENS_TILE + tl.arange(0, TOKENS_TILE)
     inside = token < num_tokens
     request = find_requests(token, batch, SCAN)
     slot, _committed, query, local, position = load_tokens(token, request, batch)
-    ring_rows = _number(row, 0)
+    ring_rows = tl.load(row + NUMBERS + 0).to(tl.int32)
     stored = (slot >= 0) & (query - local <= ring_rows)
     loc = tl.where(stored, slot * ring_rows + position % ring_rows, -1)
-    fresh = (slot >= 0) & (query > _number(row, 1))
-    tl.store(_ints(row, 0) + token, request, mask=inside)
-    tl.store(_ints(row, 1) + token, slot, mask=inside)
-    tl.store(_ints(row, 2) + token, position, mask=inside)
-    tl.store(_ints(row, 3) + token, loc, mask=inside)
-    tl.store(_ints(row, 4) + token, tl.where(fresh, -1, loc), mask=inside)
-    if extent > 0:
-        tl.store(_ints(row, 5) + token, tl.where(fresh, loc, -1), mask=inside)
+    in_place = tl.load(row + NUMBERS + 1).to(tl.int32)
+    fresh = (slot >= 0) & (query > in_place)
+    tl.store(tl.load(row + 0).to(INTS) + token, request, mask=inside)
+    tl.store(tl.load(row + 1).to(INTS) + token, slot, mask=inside)
+    tl.store(tl.load(row + 2).to(INTS) + token, position, mask=inside)
+    tl.store(tl.load(row + 3).to(INTS) + token, loc, mask=inside)
+    tl.store(tl.load(row + 4).to(INTS) + token, tl.where(fresh, -1, loc), mask=inside)
+    if extent > in_place:
+        tl.store(tl.load(row + 5).to(INTS) + token, tl.where(fresh, loc, -1), mask=inside)
 
 
 @triton.jit
 def compressed_tokens(
-    tile, row, batch, num_tokens, SCAN: tl.constexpr, TOKENS_TILE: tl.constexpr
+    tile, extent, ratio, row, batch, SCAN: tl.constexpr, TOKENS_TILE: tl.constexpr
 ):  # fmt: skip
     """Visible entries, row of the position table and state row of each token."""
     token = tile * TOKENS_TILE + tl.arange(0, TOKENS_TILE)
-    inside = token < num_tokens
+    inside = token < extent
     request = find_requests(token, batch, SCAN)
     slot, _committed, query, local, position = load_tokens(token, request, batch)
-    ratio, ring_rows = _number(row, 0), _number(row, 1)
+    ring_rows = tl.load(row + NUMBERS + 0).to(tl.int32)
     stored = (slot >= 0) & (query - local <= ring_rows)
     loc = tl.where(stored, slot * ring_rows + position % ring_rows, -1)
     visible = tl.where(slot >= 0, (position + 1) // ratio, 0)
-    tl.store(_ints(row, 0) + token, visible, mask=inside)
-    tl.store(_ints(row, 1) + token, position % ratio, mask=inside)
-    tl.store(_ints(row, 2) + token, loc, mask=inside)
+    tl.store(tl.load(row + 0).to(INTS) + token, visible, mask=inside)
+    tl.store(tl.load(row + 1).to(INTS) + token, position % ratio, mask=inside)
+    tl.store(tl.load(row + 2).to(INTS) + token, loc, mask=inside)
 
 
 @triton.jit
 def rope(
-    kind, tile, extent, row, batch,
+    kind, tile, extent, ratio, row, batch,
     SCAN: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """cos and sin of position * frequency: of the tokens, or of the entries at their window's first position."""
     lane = tile * ROWS + tl.arange(0, ROWS)
     inside = lane < extent
-    half = _number(row, 0)
+    half = tl.load(row + NUMBERS + 0).to(tl.int32)
     if kind == ROPE:
         request = find_requests(lane, batch, SCAN)
         _slot, _committed, _query, _local, position = load_tokens(lane, request, batch)
     else:
-        ratio = _number(row, 1)
-        _request, entry, _valid = find_closing(lane, batch, ratio, SCAN)
+        _request, _slot, _committed, entry, _valid = find_closing(lane, batch, ratio, SCAN)
         position = ratio * entry
-    frequencies = _floats(row, 2)
+    cos_ptr, sin_ptr = tl.load(row + 0).to(FLOATS), tl.load(row + 1).to(FLOATS)
     for first in range(0, half, PAIRS):
         pair = first + tl.arange(0, PAIRS)
-        frequency = tl.load(frequencies + pair, mask=pair < half, other=0.0)
+        frequency = tl.load(tl.load(row + 2).to(FLOATS) + pair, mask=pair < half, other=0.0)
         angle = position.to(tl.float32)[:, None] * frequency[None, :]
         place = lane.to(tl.int64)[:, None] * half + pair[None, :]
         mask = inside[:, None] & (pair < half)[None, :]
         # not the approximate instructions: positions of a million turn the first pair 160,000 times
-        tl.store(_floats(row, 0) + place, tl.cos(angle), mask=mask)
-        tl.store(_floats(row, 1) + place, tl.sin(angle), mask=mask)
+        tl.store(cos_ptr + place, tl.cos(angle), mask=mask)
+        tl.store(sin_ptr + place, tl.sin(angle), mask=mask)
 
 
 @triton.jit
 def entry_loc(
-    tile, extent, row, batch, pages, SCAN: tl.constexpr, ROWS: tl.constexpr
+    tile, extent, ratio, row, batch, pages, SCAN: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Rows that the entries of closing windows are written to, in the entry table and (CSA) the table of index keys."""
     lane = tile * ROWS + tl.arange(0, ROWS)
     inside = lane < extent
-    request, entry, valid = find_closing(lane, batch, _number(row, 0), SCAN)
-    slot, _committed, _query = load_requests(request, batch)
-    base = _number(row, 2)
-    key_row = paged_row(pages, slot, entry, _number(row, 1), 0, valid)
-    tl.store(_ints(row, 0) + lane, tl.where(key_row >= 0, base + key_row, -1), mask=inside)
-    if _number(row, 3) > 0:
-        tl.store(_ints(row, 1) + lane, key_row, mask=inside)
+    _request, slot, _committed, entry, valid = find_closing(lane, batch, ratio, SCAN)
+    rows_per_page = tl.load(row + NUMBERS + 0).to(tl.int32)
+    base = tl.load(row + NUMBERS + 1).to(tl.int32)
+    key_row = paged_row(pages, slot, entry, rows_per_page, 0, valid)
+    row_in_table = tl.where(key_row >= 0, base + key_row, -1)
+    tl.store(tl.load(row + 0).to(INTS) + lane, row_in_table, mask=inside)
+    if tl.load(row + NUMBERS + 2) > 0:
+        tl.store(tl.load(row + 1).to(INTS) + lane, key_row, mask=inside)
 
 
 @triton.jit
 def overlap(
-    tile, extent, row, batch, SCAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    tile, extent, ratio, row, batch, SCAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Raw rows of the previous and the own window of each closing CSA window, in token order."""
     lane = tile * ROWS + tl.arange(0, ROWS)
-    ratio, ring_rows, num_state_rows = _number(row, 0), _number(row, 1), _number(row, 2)
-    request, entry, valid = find_closing(lane, batch, ratio, SCAN)
-    slot, committed, _query = load_requests(request, batch)
+    source_ptr = tl.load(row + 0).to(INTS)
+    ring_rows = tl.load(row + NUMBERS + 0).to(tl.int32)
+    num_state_rows = tl.load(row + NUMBERS + 1).to(tl.int32)
+    request, slot, committed, entry, valid = find_closing(lane, batch, ratio, SCAN)
     start = tl.load(batch[1] + request)
     for first in range(0, 2 * ratio, COLUMNS):
         column = first + tl.arange(0, COLUMNS)[None, :]
@@ -205,23 +206,24 @@ def overlap(
         )
         source = tl.where(valid[:, None] & (position >= 0), source, -1)
         place = lane.to(tl.int64)[:, None] * (2 * ratio) + column
-        tl.store(
-            _ints(row, 0) + place, source, mask=(lane < extent)[:, None] & (column < 2 * ratio)
-        )
+        mask = (lane < extent)[:, None] & (column < 2 * ratio)
+        tl.store(source_ptr + place, source, mask=mask)
 
 
 @triton.jit
 def fold(
-    tile, extent, row, batch, max_query,
+    tile, extent, ratio, row, batch, max_query,
     SCAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Segments [0, E) fold a closing window up to its last token, segments [E, E + B) what this forward puts out of a
     rollback's reach. `extent`: E."""
-    ratio, in_place, num_state_rows = _number(row, 0), _number(row, 1), _number(row, 2)
+    source_ptr, position_ptr = tl.load(row + 0).to(INTS), tl.load(row + 1).to(INTS)
+    in_place = tl.load(row + NUMBERS + 0).to(tl.int32)
+    num_state_rows = tl.load(row + NUMBERS + 1).to(tl.int32)
     segment = tile * ROWS + tl.arange(0, ROWS)
     inside = segment < extent + batch[4]
     closes = segment < extent
-    closing_request, entry, closing = find_closing(
+    closing_request, _slot, _committed, entry, closing = find_closing(
         tl.where(closes, segment, NEVER), batch, ratio, SCAN
     )
     request = tl.where(closes, closing_request, segment - extent)
@@ -231,8 +233,8 @@ def fold(
     begin = ratio * tl.where(closes, entry, folded // ratio)
     end = tl.where(closes, begin + ratio, folded)
     valid = tl.where(closes, closing, slot >= 0)
-    tl.store(_ints(row, 2) + segment, begin, mask=inside)
-    tl.store(_ints(row, 3) + segment, tl.where(valid, slot, -1), mask=inside)
+    tl.store(tl.load(row + 2).to(INTS) + segment, begin, mask=inside)
+    tl.store(tl.load(row + 3).to(INTS) + segment, tl.where(valid, slot, -1), mask=inside)
     steps = tl.minimum(ratio, tl.where(extent > 0, in_place, 0) + max_query)
     # older tokens are in the accumulator: only the D raw rows may still be missing from it
     oldest = tl.maximum(begin, committed - in_place)
@@ -246,8 +248,8 @@ def fold(
         source = tl.where(valid[:, None] & (position < end[:, None]), source, -1)
         place = segment.to(tl.int64)[:, None] * steps + column
         mask = inside[:, None] & (column < steps)
-        tl.store(_ints(row, 0) + place, source, mask=mask)
-        tl.store(_ints(row, 1) + place, position, mask=mask)
+        tl.store(source_ptr + place, source, mask=mask)
+        tl.store(position_ptr + place, position, mask=mask)
 
 
 @triton.jit
@@ -258,21 +260,25 @@ def last_rows(row, batch, SCAN: tl.constexpr):
         inside = b < batch[4]
         query = tl.load(batch[2] + b, mask=inside, other=0)
         start = tl.load(batch[1] + b, mask=inside, other=0)
-        tl.store(_ints(row, 0) + b, tl.where(query > 0, start + query - 1, -1), mask=inside)
+        tl.store(
+            tl.load(row + 0).to(INTS) + b, tl.where(query > 0, start + query - 1, -1), mask=inside
+        )
 
 
 @triton.jit
-def accumulators(row, batch, SCAN: tl.constexpr):
+def accumulators(ratio, row, batch, SCAN: tl.constexpr):
     """Where each request's HCA accumulator goes, the tokens it has folded then, and the request's closing windows."""
-    ratio, in_place = _number(row, 0), _number(row, 1)
+    loc_ptr, folded_ptr = tl.load(row + 0).to(INTS), tl.load(row + 1).to(INTS)
+    indptr_ptr = tl.load(row + 2).to(INTS)
+    in_place = tl.load(row + NUMBERS + 0).to(tl.int32)
     total = batch[4] * 0
-    tl.store(_ints(row, 2), total)
+    tl.store(indptr_ptr, total)
     for first in range(0, batch[4], SCAN):
         b = first + tl.arange(0, SCAN)
         inside = b < batch[4]
         slot, committed, query = load_requests(b, batch)
         closed, end = closing_ends(b, total, batch, ratio)
-        tl.store(_ints(row, 0) + b, tl.where(query > 0, slot, -1), mask=inside)
-        tl.store(_ints(row, 1) + b, tl.maximum(committed + query - in_place, 0), mask=inside)
-        tl.store(_ints(row, 2) + b + 1, end, mask=inside)
+        tl.store(loc_ptr + b, tl.where(query > 0, slot, -1), mask=inside)
+        tl.store(folded_ptr + b, tl.maximum(committed + query - in_place, 0), mask=inside)
+        tl.store(indptr_ptr + b + 1, end, mask=inside)
         total += tl.sum(closed, 0)

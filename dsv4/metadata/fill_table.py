@@ -7,7 +7,8 @@ batch shape decides is one number per section, its extent.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from attrs import frozen
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from dsv4.config import LayerKind, ModelConfig
 from dsv4.metadata.batch import BatchShape
 from dsv4.metadata.buffers import Buffers, plan_keys, rope_names, stream_keys
-from dsv4.metadata.plans import PlanKey, RopeKey, StreamKey
+from dsv4.metadata.plans import PlanKey, RopeKey
 from dsv4.pool.geometry import PoolGeometry
 
 MAX_BUFFERS = 8
@@ -46,7 +47,6 @@ class Kind(enum.IntEnum):
 
 Closing = Mapping[int, int]
 """By ratio: windows that may close in this forward."""
-Extent = Callable[[BatchShape, Closing], int]
 
 
 @frozen(kw_only=True, eq=False)
@@ -56,11 +56,13 @@ class Section:
     kind: Kind
     buffers: tuple[str, ...]
     """Names of what it writes."""
-    numbers: tuple[int, ...] = ()
-    extent: Extent
-    """What the batch shape says of it: most rows of a token, or rows to write."""
     inputs: tuple[Tensor, ...] = ()
     """Tensors that it reads, addressed behind the buffers."""
+    numbers: tuple[int, ...] = ()
+    ratio: int = 1
+    """Tokens of an entry; the rows of a window are entries of one token."""
+    cap: int = NO_CAP
+    """Most rows of a token in a stream."""
 
     def row(self, buffers: Buffers) -> list[int]:
         """Of the device table."""
@@ -69,152 +71,92 @@ class Section:
         spare = [0] * (MAX_BUFFERS - len(addresses))
         return [*addresses, *spare, *self.numbers, *[0] * (MAX_NUMBERS - len(self.numbers))]
 
-
-def _num_tokens(shape: BatchShape, _closing: Closing) -> int:
-    return shape.num_tokens
-
-
-def _closing_of(ratio: int) -> Extent:
-    return lambda _shape, closing: closing[ratio]
-
-
-def width(key: StreamKey, shape: BatchShape) -> int:
-    """Most entries of a token in a stream."""
-    visible = shape.max_entries(key.ratio)
-    return min(key.topk, visible) if key.topk else visible
+    def extent(self, shape: BatchShape, closing: Closing) -> int:
+        """Most rows of a token in a stream of this shape, most new tokens of a request, or rows to write."""
+        if self.kind <= Kind.LANES:
+            return min(self.cap, shape.max_entries(self.ratio))
+        if self.kind is Kind.TOKENS:
+            return shape.max_query_tokens
+        if self.kind in (Kind.COMPRESSED_TOKENS, Kind.ROPE):
+            return shape.num_tokens
+        return shape.num_requests if self.kind is Kind.LAST_ROWS else closing[self.ratio]
 
 
-def _width_of(key: StreamKey) -> Extent:
-    return lambda shape, _closing: width(key, shape)
-
-
-def _stream_sections(model: ModelConfig, geometry: PoolGeometry) -> list[Section]:
-    window, found = geometry.window, []
-    rings = (geometry.ring_rows, geometry.in_place_tokens, geometry.window_rows)
-    found.append(
-        Section(
-            kind=Kind.WINDOW,
-            buffers=("window.indptr", "window.indices"),
-            numbers=(1, window, *rings),  # as entries of one token each
-            extent=lambda shape, _closing: min(window, shape.max_length),
-        )
+def _stream_sections(model: ModelConfig, geometry: PoolGeometry) -> Iterator[Section]:
+    yield Section(
+        kind=Kind.WINDOW,
+        buffers=("window.indptr", "window.indices"),
+        numbers=(geometry.ring_rows, geometry.in_place_tokens, geometry.window_rows),
+        cap=geometry.window,
     )
     for key in stream_keys(model):
-        pages = (geometry.rows_per_page(key.ratio), geometry.entry_base)
-        found.append(
-            Section(
-                kind=Kind.LANES if key.topk else Kind.ENTRIES,
-                buffers=(f"{key.name}.indptr", f"{key.name}.{'lanes' if key.topk else 'indices'}"),
-                numbers=(key.ratio, key.topk or NO_CAP, *pages),
-                extent=_width_of(key),
-            )
+        yield Section(
+            kind=Kind.LANES if key.topk else Kind.ENTRIES,
+            buffers=(f"{key.name}.indptr", f"{key.name}.{'lanes' if key.topk else 'indices'}"),
+            numbers=(geometry.rows_per_page(key.ratio), geometry.entry_base),
+            ratio=key.ratio,
+            cap=key.topk or NO_CAP,
         )
-    return found
 
 
 def _token_sections(
     model: ModelConfig, geometry: PoolGeometry, frequencies: Mapping[RopeKey, Tensor]
-) -> list[Section]:
-    in_place, half = geometry.in_place_tokens, model.qk_rope_head_dim // 2
-    basic = Section(
+) -> Iterator[Section]:
+    yield Section(
         kind=Kind.TOKENS,
         buffers=("request", "slot", "positions", "swa_loc", "store_loc", TAIL),
-        numbers=(geometry.ring_rows, in_place),
-        extent=lambda shape, _closing: int(shape.max_query_tokens > in_place),
+        numbers=(geometry.ring_rows, geometry.in_place_tokens),
     )
-    ropes = [
-        Section(
+    for key, name in rope_names(model).items():
+        yield Section(
             kind=Kind.ROPE,
             buffers=(f"{name}.cos", f"{name}.sin"),
             inputs=(frequencies[key],),
-            numbers=(half,),
-            extent=_num_tokens,
+            numbers=(model.qk_rope_head_dim // 2,),
         )
-        for key, name in rope_names(model).items()
-    ]
-    return [basic, *ropes]
-
-
-def _state_rows(plan: PlanKey, geometry: PoolGeometry) -> int:
-    """Raw rows of a slot in the plan's state."""
-    overlaps = plan.kind is LayerKind.CSA
-    return geometry.overlap_rows(plan.ratio) if overlaps else geometry.in_place_tokens
 
 
 def _plan_sections(
     plan: PlanKey, geometry: PoolGeometry, half: int, frequencies_P: Tensor
-) -> list[Section]:
-    """What CSA and HCA plans have in common."""
-    ratio, name, keys = plan.ratio, plan.name, plan.kind is LayerKind.CSA
-    closing = _closing_of(ratio)
-    return [
-        Section(
-            kind=Kind.COMPRESSED_TOKENS,
-            buffers=(f"{name}.visible", f"{name}.ape_row", f"{name}.state_loc"),
-            numbers=(ratio, _state_rows(plan, geometry)),
-            extent=_num_tokens,
-        ),
-        Section(
-            kind=Kind.ENTRY_ROPE,
-            buffers=(f"{name}.entry_cos", f"{name}.entry_sin"),
-            inputs=(frequencies_P,),
-            numbers=(half, ratio),
-            extent=closing,
-        ),
-        Section(
-            kind=Kind.ENTRY_LOC,
-            buffers=(f"{name}.entry_loc", *[f"{name}.index_loc"] * keys),
-            numbers=(ratio, geometry.rows_per_page(ratio), geometry.entry_base, int(keys)),
-            extent=closing,
-        ),
-    ]
+) -> Iterator[Section]:
+    ratio, name, csa = plan.ratio, plan.name, plan.kind is LayerKind.CSA
+    state_rows = geometry.overlap_rows(ratio) if csa else geometry.in_place_tokens
+    state = (state_rows, geometry.max_requests * state_rows)
 
+    def section(kind: Kind, *parts: str, numbers: tuple[int, ...], **inputs: Any) -> Section:
+        buffers = tuple(f"{name}.{part}" for part in parts)
+        return Section(kind=kind, buffers=buffers, numbers=numbers, ratio=ratio, **inputs)
 
-def _state_sections(plan: PlanKey, geometry: PoolGeometry) -> list[Section]:
-    """What the kinds differ in."""
-    ratio, name, state_rows = plan.ratio, plan.name, _state_rows(plan, geometry)
-    numbers = (ratio, state_rows, geometry.max_requests * state_rows)
-    closing = _closing_of(ratio)
-    if plan.kind is LayerKind.CSA:
-        source = (f"{name}.source",)
-        return [
-            Section(kind=Kind.OVERLAP, buffers=source, numbers=numbers, extent=closing),
-        ]
-    segments = ("source", "position", "start", "accumulator_row")
-    requests = ("accumulator_loc", "folded", "closing_indptr")
-    return [
-        Section(
-            kind=Kind.FOLD,
-            buffers=tuple(f"{name}.{part}" for part in segments),
-            numbers=numbers,
-            extent=closing,
-        ),
-        Section(
-            kind=Kind.ACCUMULATORS,
-            buffers=tuple(f"{name}.{part}" for part in requests),
-            numbers=numbers,
-            extent=closing,
-        ),
-    ]
+    yield section(Kind.COMPRESSED_TOKENS, "visible", "ape_row", "state_loc", numbers=state)
+    yield section(
+        Kind.ENTRY_ROPE, "entry_cos", "entry_sin", numbers=(half,), inputs=(frequencies_P,)
+    )
+    locs = ("entry_loc", "index_loc") if csa else ("entry_loc",)
+    paged = (geometry.rows_per_page(ratio), geometry.entry_base, int(csa))
+    yield section(Kind.ENTRY_LOC, *locs, numbers=paged)
+    if csa:
+        yield section(Kind.OVERLAP, "source", numbers=state)
+    else:
+        segments = ("source", "position", "start", "accumulator_row")
+        yield section(Kind.FOLD, *segments, numbers=state)
+        accumulators = ("accumulator_loc", "folded", "closing_indptr")
+        yield section(Kind.ACCUMULATORS, *accumulators, numbers=state)
 
 
 def make_sections(
     model: ModelConfig, geometry: PoolGeometry, frequencies: Mapping[RopeKey, Tensor]
 ) -> tuple[Section, ...]:
-    """All of a model, by kind: the one with the most lanes starts first, and models with the same kinds share the
-    compiled kernel."""
+    """All of a model, by kind."""
     half = model.qk_rope_head_dim // 2
     rope_of = {PlanKey.of(x): RopeKey.of(x) for x in model.layers if x.ratio}
-    found = _stream_sections(model, geometry) + _token_sections(model, geometry, frequencies)
-    found.append(Section(kind=Kind.LAST_ROWS, buffers=("last_row",), extent=_num_tokens))
+    found = [*_stream_sections(model, geometry), *_token_sections(model, geometry, frequencies)]
+    found.append(Section(kind=Kind.LAST_ROWS, buffers=("last_row",)))
     for plan in plan_keys(model):
         found += _plan_sections(plan, geometry, half, frequencies[rope_of[plan]])
-        found += _state_sections(plan, geometry)
     return tuple(sorted(found, key=lambda section: section.kind))
 
 
 def num_sections(model: ModelConfig) -> int:
     """Without a pool to address."""
-    plans = plan_keys(model)
-    own = sum(4 if plan.kind is LayerKind.CSA else 5 for plan in plans)
-    return 3 + len(stream_keys(model)) + len(rope_names(model)) + own
+    plans = sum(4 if plan.kind is LayerKind.CSA else 5 for plan in plan_keys(model))
+    return 3 + len(stream_keys(model)) + len(rope_names(model)) + plans

@@ -88,7 +88,8 @@ def closing_ends(b, before, batch, ratio):
 
 @triton.jit
 def find_closing(lane, batch, ratio, SCAN: tl.constexpr):
-    """Request (num_requests = none), entry and whether it closes, of each lane of closing windows."""
+    """Of each lane of closing windows: request (num_requests = none), its slot and committed tokens, the entry, and
+    whether there is one."""
     num_requests = batch[4]
     request = tl.zeros_like(lane)
     before = tl.zeros_like(lane)
@@ -102,9 +103,9 @@ def find_closing(lane, batch, ratio, SCAN: tl.constexpr):
         total += tl.sum(closed, 0)
     valid = lane < total
     request = tl.where(valid, request, num_requests)
-    _slot, committed, _query = load_requests(request, batch)
+    slot, committed, _query = load_requests(request, batch)
     entry = tl.where(valid, committed // ratio + lane - before, 0)
-    return request, entry, valid
+    return request, slot, committed, entry, valid
 
 
 @triton.jit

@@ -25,6 +25,9 @@ from dsv4.metadata.rope import inverse_frequencies
 from dsv4.pool.base import KVPool
 from dsv4.pool.geometry import PoolGeometry
 
+KINDS = 16
+"""More than there are, a power of two: a section's kind and ratio travel as one number."""
+NUM_KINDS = tl.constexpr(KINDS)
 NUM_WARPS = 4
 NUM_STAGES = 1
 """The loops are over requests: most have one iteration, there is nothing to prefetch."""
@@ -35,29 +38,38 @@ PLAIN_NUMBERS = ["num_tokens", "num_requests", "max_query", "page_stride", "num_
 class Tiles(NamedTuple):
     """Tile sizes, powers of two."""
 
-    scan: int = 256
+    scan: int
     """Requests summed over at a time."""
-    tokens: int = 32
-    stream_tokens: int = 4
-    lanes: int = 256
+    tokens: int
+    stream_tokens: int
+    lanes: int
+    repeat: int
+    """Tiles of lanes that a program fills with what it knows of its tokens."""
+    closing: int
+    columns: int = 32
     rope_rows: int = 8
     pairs: int = 32
-    closing: int = 16
-    columns: int = 32
 
     def constexprs(self) -> dict[str, int]:
         """As the kernel names them."""
         return {name.upper(): tile for name, tile in self._asdict().items()} | {"ROW": ROW}
 
 
-DECODE = Tiles()
-"""Small tiles: a step's work is spread over the whole device, latency counts."""
-PREFILL = Tiles(scan=64, tokens=128, stream_tokens=16)
-"""Few requests, more lanes than threads: a program's own sum over the requests must serve many of them."""
+DECODE = Tiles(scan=256, tokens=16, stream_tokens=4, lanes=128, repeat=1, closing=8)
+"""A step's work is spread over the whole device: latency counts."""
+PREFILL = Tiles(scan=64, tokens=64, stream_tokens=8, lanes=64, repeat=16, closing=16)
+"""Few requests, more lanes than threads: what a program learns of its tokens serves many lanes."""
 PREFILL_TOKENS = 1024
 """From as many on."""
 INTERPRETED = Tiles(
-    scan=64, tokens=256, stream_tokens=64, lanes=256, rope_rows=64, pairs=32, closing=64, columns=64
+    scan=64,
+    tokens=256,
+    stream_tokens=64,
+    lanes=256,
+    repeat=8,
+    closing=64,
+    columns=64,
+    rope_rows=64,
 )
 """Few programs: each costs the interpreter milliseconds, however small."""
 
@@ -72,46 +84,46 @@ def choose_tiles(num_tokens: int) -> Tiles:
 @triton.jit(do_not_specialize=PLAIN_NUMBERS)
 def _fill_kernel(
     slots, starts, query_lengths, lengths, block_table, table,
-    num_tokens, num_requests, max_query, page_stride, num_pages, sections,
+    num_tokens, num_requests, max_query, page_stride, num_pages, begins, extents, kinds_ratios,
     SCAN: tl.constexpr, TOKENS: tl.constexpr, STREAM_TOKENS: tl.constexpr, LANES: tl.constexpr,
-    ROPE_ROWS: tl.constexpr, PAIRS: tl.constexpr, CLOSING: tl.constexpr, COLUMNS: tl.constexpr,
-    ROW: tl.constexpr,
+    REPEAT: tl.constexpr, CLOSING: tl.constexpr, COLUMNS: tl.constexpr, ROPE_ROWS: tl.constexpr,
+    PAIRS: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    section, kind, extent, begin = 0, 0, 0, 0
-    for j in tl.static_range(len(sections) // 3):
-        # decoded, see `_coded`; the first section that ends behind the program is its own
-        end = (sections[3 * j] - 3) >> 1
-        behind = program >= end
-        begin = tl.where(behind, end, begin)
-        section += behind.to(tl.int32)
-    for j in tl.static_range(len(sections) // 3):
-        kind = tl.where(section == j, (sections[3 * j + 1] - 3) >> 1, kind)
-        extent = tl.where(section == j, (sections[3 * j + 2] - 3) >> 1, extent)
-    tile = program - begin
-    row = table + section * ROW
+    # a program belongs to the last section that begins at or before it; compared as they are coded, see `_coded`
+    coded_program = 2 * program + 3
+    begin, extent, kind_ratio, row = begins[0], extents[0], kinds_ratios[0], table
+    for j in tl.static_range(1, len(begins)):
+        if coded_program >= begins[j]:
+            begin, extent, kind_ratio = begins[j], extents[j], kinds_ratios[j]
+            row = table + j * ROW
+    tile = (coded_program - begin) >> 1
+    extent = (extent - 3) >> 1
+    kind = ((kind_ratio - 3) >> 1) % NUM_KINDS
+    ratio = ((kind_ratio - 3) >> 1) // NUM_KINDS
     batch = (slots, starts, query_lengths, lengths, num_requests)
     pages = (block_table, page_stride, num_pages)
     if kind <= parts.LANES:
         parts.stream(
-            kind, tile, extent, row, batch, pages, num_tokens, SCAN, STREAM_TOKENS, LANES
+            kind, tile, extent, ratio, row, batch, pages, num_tokens,
+            SCAN, STREAM_TOKENS, LANES, REPEAT,
         )  # fmt: skip
     elif kind == parts.TOKENS:
         parts.tokens(tile, extent, row, batch, num_tokens, SCAN, TOKENS)
     elif kind == parts.COMPRESSED_TOKENS:
-        parts.compressed_tokens(tile, row, batch, num_tokens, SCAN, TOKENS)
+        parts.compressed_tokens(tile, extent, ratio, row, batch, SCAN, TOKENS)
     elif kind <= parts.ENTRY_ROPE:
-        parts.rope(kind, tile, extent, row, batch, SCAN, ROPE_ROWS, PAIRS)
+        parts.rope(kind, tile, extent, ratio, row, batch, SCAN, ROPE_ROWS, PAIRS)
     elif kind == parts.ENTRY_LOC:
-        parts.entry_loc(tile, extent, row, batch, pages, SCAN, CLOSING)
+        parts.entry_loc(tile, extent, ratio, row, batch, pages, SCAN, CLOSING)
     elif kind == parts.OVERLAP:
-        parts.overlap(tile, extent, row, batch, SCAN, CLOSING, COLUMNS)
+        parts.overlap(tile, extent, ratio, row, batch, SCAN, CLOSING, COLUMNS)
     elif kind == parts.FOLD:
-        parts.fold(tile, extent, row, batch, max_query, SCAN, CLOSING, COLUMNS)
+        parts.fold(tile, extent, ratio, row, batch, max_query, SCAN, CLOSING, COLUMNS)
     elif kind == parts.LAST_ROWS:
         parts.last_rows(row, batch, SCAN)
     else:
-        parts.accumulators(row, batch, SCAN)
+        parts.accumulators(ratio, row, batch, SCAN)
 
 
 def _coded(number: int) -> int:
@@ -124,7 +136,7 @@ def _num_programs(kind: Kind, extent: int, shape: BatchShape, tiles: Tiles) -> i
     if kind <= Kind.LANES:
         # an empty stream still has an indptr
         token_tiles = _cdiv(max(shape.num_tokens, 1), tiles.stream_tokens)
-        return token_tiles * _cdiv(max(extent, 1), tiles.lanes)
+        return token_tiles * _cdiv(max(extent, 1), tiles.lanes * tiles.repeat)
     if kind in (Kind.LAST_ROWS, Kind.ACCUMULATORS):
         return 1
     if kind in (Kind.TOKENS, Kind.COMPRESSED_TOKENS):
@@ -154,6 +166,7 @@ class TritonFill(FillKernel):
         }
         # they hold the frequencies, which the table addresses
         self._sections = make_sections(model, geometry, frequencies)
+        self._kinds_ratios = tuple(_coded(x.ratio * KINDS + x.kind) for x in self._sections)
         rows = [section.row(buffers) for section in self._sections]
         self._table = torch.tensor(rows, dtype=torch.int64, device=pool.device)
         self._names = [name for section in self._sections for name in section.buffers]
@@ -170,11 +183,13 @@ class TritonFill(FillKernel):
     def _launch(self, shape: BatchShape, closing: Closing) -> None:
         pool, view, requests = self._pool, self._buffers.view, shape.num_requests
         tiles = choose_tiles(shape.num_tokens)
-        num_programs, sections = 0, []
+        begins, extents = [], []
+        num_programs = 0
         for section in self._sections:
+            begins.append(_coded(num_programs))
             extent = section.extent(shape, closing)
+            extents.append(_coded(extent))
             num_programs += _num_programs(section.kind, extent, shape, tiles)
-            sections += [_coded(num_programs), _coded(section.kind), _coded(extent)]
         _fill_kernel[(num_programs,)](
             view("slots", requests + 1),
             view("starts", requests + 1),
@@ -187,7 +202,9 @@ class TritonFill(FillKernel):
             shape.max_query_tokens,
             pool.block_table.stride(0),
             pool.block_table.shape[1],
-            tuple(sections),
+            tuple(begins),
+            tuple(extents),
+            self._kinds_ratios,
             **tiles.constexprs(),
             num_warps=NUM_WARPS,
             num_stages=NUM_STAGES,
@@ -206,7 +223,8 @@ def variants() -> tuple[KernelVariant, ...]:
             found[count, name] = KernelVariant(
                 name=f"fill_{name}_{count}",
                 fn=_fill_kernel,
-                signature=signature | {"sections": ("i32",) * (3 * count)},
+                signature=signature
+                | dict.fromkeys(("begins", "extents", "kinds_ratios"), ("i32",) * count),
                 constexprs=tiles.constexprs(),
                 num_warps=NUM_WARPS,
                 num_stages=NUM_STAGES,

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4.config import LayerKind, ModelConfig
 from dsv4.metadata.batch import BatchShape
 from dsv4.metadata.buffers import Buffers, plan_keys, rope_names, stream_keys
-from dsv4.metadata.fill_table import TAIL, width
+from dsv4.metadata.fill_table import TAIL
 from dsv4.metadata.forward import SharedTensors
 from dsv4.metadata.plans import (
     FoldPlan,
@@ -20,6 +20,12 @@ from dsv4.metadata.plans import (
     StreamKey,
 )
 from dsv4.pool.geometry import PoolGeometry
+
+
+def _width(key: StreamKey, shape: BatchShape) -> int:
+    """Most entries of a token in a stream."""
+    visible = shape.max_entries(key.ratio)
+    return min(key.topk, visible) if key.topk else visible
 
 
 class SharedViews:
@@ -48,7 +54,7 @@ class SharedViews:
             window_stream=self._window(shape),
             entry_streams={key: self._stream(key, shape) for key in self._stream_keys},
             select_lanes={
-                key: view(f"{key.name}.lanes", tokens, width(key, shape))
+                key: view(f"{key.name}.lanes", tokens, _width(key, shape))
                 for key in self._stream_keys
                 if key.topk
             },
@@ -70,7 +76,7 @@ class SharedViews:
         )
 
     def _stream(self, key: StreamKey, shape: BatchShape) -> IndexStream:
-        view, tokens, rows = self._buffers.view, shape.num_tokens, width(key, shape)
+        view, tokens, rows = self._buffers.view, shape.num_tokens, _width(key, shape)
         indptr = view(f"{key.name}.indptr", tokens + 1)
         indices = view(f"{key.name}.indices", tokens * rows)
         return IndexStream(indptr, indices, rows, final=key.topk == 0)
