@@ -228,7 +228,7 @@ def error_of(call: Call, sink_H: Tensor, rope: RopeTable | None) -> float:
         wanted_THD[..., -ROPE_DIM::2] = a * cos + b * sin
         wanted_THD[..., -ROPE_DIM + 1 :: 2] = b * cos - a * sin
     error = (call.out_THD[picked].double() - wanted_THD).norm() / wanted_THD.norm()
-    return float(error.item())
+    return float(error)
 
 
 class Bench:

@@ -18,8 +18,8 @@ from dsv4.kernels.triton_launch import interpreting
 from dsv4.metadata.buffers import MAX_SPLITS
 from dsv4.metadata.plans import IndexStream, Source
 
-WGMMA = (9, 0)
-"""First compute capability with products of 64 heads at once, and with dependent launches."""
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+"""Compute capabilities, from Hopper on with products of 64 heads at once and with dependent launches."""
 H200_PROCESSORS = 132
 FEW_PROGRAMS = 150
 """Up to this many narrow programs of one tile each are faster than fewer wide ones: their groups of heads gather the
@@ -42,6 +42,8 @@ class Tile:
 
 WIDE = Tile(64, 64, 8, num_stages=2, eager=True, spread=True)
 """wgmma takes 64 heads. Shared memory: q 64 KB, two tiles of 64 rows of 1 KB; the sums fill half the registers."""
+TENSOR_MEMORY = Tile(64, 32, 8, num_stages=3, eager=True)
+"""Blackwell keeps the sums in memory of their own; 64 rows would spill registers."""
 NARROW = Tile(16, 32, 4)
 """Few tokens, and GPUs without wgmma: 82 KB on NVIDIA, 32 KB on AMD."""
 LONG = Tile(16, 16, 8)
@@ -177,7 +179,7 @@ def plan(q_THD: Tensor, launches: Sequence[Launch], scratch: Tensor | None) -> P
     if scratch is None or len(launches) > 1:
         return Plan(tile, exact)
     most = min(MAX_SPLITS, scratch.numel() // (num_tokens * num_heads * (dim + 2)))
-    if tile is WIDE:
+    if tile in (WIDE, TENSOR_MEMORY):
         parts = launches[0].num_tiles(NARROW.rows)
         programs = num_tokens * -(-num_heads // NARROW.heads) * parts
         if parts <= most and programs <= FEW_PROGRAMS:
@@ -195,22 +197,21 @@ def tile_for(dim: int, num_heads: int, device: torch.device, *, exact: bool) -> 
         return LONG
     if exact:
         return EXACT
-    return WIDE if num_heads > 32 and has_wgmma(device) else NARROW
-
-
-def has_wgmma(device: torch.device) -> bool:
-    """Whether products of 64 heads pay. The interpreter takes the shapes of an H200."""
-    return interpreting() or _capability(device) >= WGMMA
+    if num_heads <= 32 or _capability(device) < HOPPER:
+        return NARROW
+    return WIDE if _capability(device) < BLACKWELL else TENSOR_MEMORY
 
 
 def overlaps_launches(device: torch.device) -> bool:
     """Whether a kernel may start while the one in front of it runs."""
-    return not interpreting() and _capability(device) >= WGMMA
+    return not interpreting() and _capability(device) >= HOPPER
 
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Of an NVIDIA GPU; (0, 0) of others."""
+    """Of an NVIDIA GPU; (0, 0) of others. The interpreter takes the shapes of an H200."""
+    if interpreting():
+        return HOPPER
     if device.type != "cuda" or torch.version.hip is not None:
         return (0, 0)
     return torch.cuda.get_device_capability(device)

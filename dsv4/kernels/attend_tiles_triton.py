@@ -60,10 +60,11 @@ def load_plain(
 ):  # fmt: skip
     """A tile [N, D] of plain rows in their own dtype, 0 where not ok [N]. ALIGNED: every row starts at 16 bytes."""
     table, stride, num_rows, fresh, fresh_stride, _ = segment
-    row = index.to(tl.int64)
-    start = table + row * stride
+    start = table + index.to(tl.int64) * stride
     if FRESH == FRESH_BY_ADDRESS:
-        start = tl.where(index >= num_rows, fresh + (row - num_rows) * fresh_stride, start)
+        behind = index >= num_rows
+        row = tl.where(behind, index - num_rows, index).to(tl.int64)
+        start = tl.where(behind, fresh, table) + row * tl.where(behind, fresh_stride, stride)
         if ALIGNED:
             # known of both, and lost on the way through the choice
             start = tl.multiple_of(start, 16)
@@ -104,9 +105,9 @@ def load_packed(
 
 @triton.jit
 def unpack(
-    raw, NOPE: tl.constexpr, NATIVE: tl.constexpr, DOT: tl.constexpr, N: tl.constexpr, D: tl.constexpr
+    raw, NOPE: tl.constexpr, NATIVE: tl.constexpr, DOT: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """What `load_packed` loaded, as one operand [N, D]."""
+    """What `load_packed` loaded, as values in blocks [D / 64, N, 64]."""
     code, rope, word = raw
     block = tl.arange(0, D // FP8_BLOCK)[:, None, None]
     byte = (word[None, :, None] >> (8 * block).to(tl.int64)).to(tl.int32) & 0xFF
@@ -120,7 +121,7 @@ def unpack(
     if NOPE + FP8_BLOCK < D:
         # lanes behind the row: what they loaded must not reach the products
         value = tl.where(block > NOPE // FP8_BLOCK, 0.0, value)
-    return tl.reshape(tl.permute(value, (1, 0, 2)), [N, D])
+    return value
 
 
 @triton.jit
@@ -134,7 +135,7 @@ def tile_of(
     if KIND != PACKED_FP8:
         k = operand(raw, DOT)
     elif FAST:
-        k = unpack(raw, NOPE, NATIVE, DOT, N, D)
+        k = unpack(raw, NOPE, NATIVE, DOT, D)
     else:
         ok = is_row(index, num_rows)
         k = operand(load_rows(table, stride, index, ok, KIND, ROW_DIM, NOPE, PLANE_ROWS, N, D), DOT)
@@ -142,12 +143,21 @@ def tile_of(
         if fresh_rows > 0:
             behind = (index >= num_rows) & is_row(index, num_rows + fresh_rows)
             start = fresh + (index - num_rows).to(tl.int64) * fresh_stride
-            lane = tl.arange(0, D)[None, :]
-            mask = behind[:, None]
+            if KIND == PACKED_FP8 and FAST:
+                block = tl.arange(0, D // FP8_BLOCK)[:, None, None]
+                lane = block * FP8_BLOCK + tl.arange(0, FP8_BLOCK)[None, None, :]
+                start = start[None, :, None]
+                behind = behind[None, :, None]
+            else:
+                lane = tl.arange(0, D)[None, :]
+                start = start[:, None]
+                behind = behind[:, None]
+            mask = behind
             if D != ROW_DIM:
                 mask &= lane < ROW_DIM
-            own = tl.load(start[:, None] + lane, mask=mask, other=0.0)
-            k = tl.where(behind[:, None], operand(own, DOT), k)
+            k = tl.where(behind, operand(tl.load(start + lane, mask=mask, other=0.0), DOT), k)
+    if KIND == PACKED_FP8 and FAST:
+        k = tl.reshape(tl.permute(k, (1, 0, 2)), [N, D])
     return k
 
 

@@ -7,6 +7,7 @@ rope width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -15,11 +16,23 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4.errors import KernelError
-from dsv4.kernels.attend_plan_triton import Launch, Plan, launches_of, overlaps_launches
+from dsv4.kernels.attend_plan_triton import (
+    EXACT,
+    NARROW,
+    TENSOR_MEMORY,
+    WIDE,
+    Launch,
+    Plan,
+    Tile,
+    launches_of,
+    overlaps_launches,
+)
 from dsv4.kernels.attend_plan_triton import plan as plan_of
 from dsv4.kernels.attend_tiles_triton import (
+    FRESH_BY_ADDRESS,
     FRESH_BY_LOAD,
     LOG2_E,
+    NO_FRESH,
     finish,
     is_row,
     load_packed,
@@ -31,10 +44,17 @@ from dsv4.kernels.attend_tiles_triton import (
     tile_indices,
 )
 from dsv4.kernels.base import AttentionKernel
-from dsv4.kernels.combine_triton import combine_parts, lse_args, rope_args, rope_width
-from dsv4.kernels.rows_triton import PACKED_FP8
+from dsv4.kernels.combine_triton import (
+    combine_parts,
+    combine_variants,
+    lse_args,
+    rope_args,
+    rope_width,
+    strides,
+)
+from dsv4.kernels.rows_triton import BF16, FP32, PACKED_FP8
 from dsv4.kernels.tile_triton import cast
-from dsv4.kernels.triton_launch import interpreting, next_pow2, supports_native_fp8
+from dsv4.kernels.triton_launch import KernelVariant, interpreting, next_pow2, supports_native_fp8
 from dsv4.metadata.plans import RopeTable, Source, Workspace
 
 
@@ -257,8 +277,8 @@ def _attend(call: Call, launch: Launch, plan: Plan, parts: Parts | None) -> None
     if parts is not None:
         where = parts.scratch, parts.first, parts.total, num_tokens * num_heads * parts.total
     _attend_kernel[(num_tokens * -(-num_heads // tile.heads), plan.parts)](
-        q_THD, q_THD.stride(0), q_THD.stride(1), call.sink_H, call.scale * LOG2_E.value,
-        out_THD, out_THD.stride(0), out_THD.stride(1), *lse_args(lse_TH), *rope_args(rope), *where, *launch.args(),
+        q_THD, *strides(q_THD), call.sink_H, call.scale * LOG2_E.value, out_THD, *strides(out_THD),
+        *lse_args(lse_TH), *rope_args(rope), *where, *launch.args(),
         SOURCES=len(launch.segments), SAME_TABLE=launch.same_table, FRESH=fresh, KIND=launch.rows.kind,
         PLANE_ROWS=launch.rows.plane_rows, FAST=launch.published, ALIGNED=launch.aligned,
         NATIVE=supports_native_fp8(q_THD.device), HEADS=num_heads, ROW_DIM=dim, NOPE=launch.rows.nope,
@@ -268,3 +288,82 @@ def _attend(call: Call, launch: Launch, plan: Plan, parts: Parts | None) -> None
         M=tile.heads, N=tile.rows, D=max(16, next_pow2(dim)), STAGES=stages, EAGER=tile.eager, SPREAD=tile.spread,
         num_warps=tile.num_warps, num_stages=stages,
     )  # fmt: skip
+
+
+HOPPER_ONLY, BLACKWELL_ONLY, NVIDIA, AMD = (
+    ("sm_90",), ("sm_100",), ("sm_90", "sm_100"), ("gfx942", "gfx950"),
+)  # fmt: skip
+
+
+def _variant(
+    name: str, tile: Tile, kind: int, targets: tuple[str, ...], *, heads: int = 64, sources: int = 2,
+    same_table: bool = True, fresh: int = NO_FRESH.value, parts: bool = False,
+) -> KernelVariant:  # fmt: skip
+    values = "*fp32" if kind == FP32.value else "*bf16"
+    table = "*u8" if kind == PACKED_FP8.value else values
+    strides = ("token", "head")
+    signature = {"q_ptr": values, "sink_ptr": "*fp32", "scale_log2": "fp32", "out_ptr": values}
+    signature |= {f"{x}_{s}": "i32" for x in ("q", "out") for s in strides}
+    for s in "ab":
+        signature |= {
+            f"{s}_table": table,
+            f"{s}_fresh": "*bf16" if fresh == FRESH_BY_LOAD.value else table,
+        }
+        signature |= {f"{s}_{x}": "i32" for x in ("stride", "rows", "fresh_stride", "fresh_rows")}
+        signature |= {f"{s}_indptr": "*i32", f"{s}_indices": "*i32"}
+    constexprs: dict[str, object] = {f"lse_{x}": 0 for x in strides} | {
+        "lse_ptr": None,
+        "LSE": False,
+    }
+    if parts:
+        signature |= {
+            "part_ptr": "*fp32",
+            "first_part": "i32",
+            "num_parts": "i32",
+            "part_rows": "i32",
+        }
+        constexprs |= {"cos_ptr": None, "sin_ptr": None, "rope_token": 0, "ROPE": 0}
+    else:
+        signature |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "rope_token": "i32"}
+        constexprs |= {
+            "part_ptr": None,
+            "first_part": 0,
+            "num_parts": 0,
+            "part_rows": 0,
+            "ROPE": 64,
+        }
+    constexprs |= {
+        "SOURCES": sources, "SAME_TABLE": same_table, "FRESH": fresh, "KIND": kind, "PLANE_ROWS": 64,
+        "FAST": kind == PACKED_FP8.value, "ALIGNED": True, "NATIVE": targets != AMD, "HEADS": heads, "ROW_DIM": 512,
+        "NOPE": 448 if kind == PACKED_FP8.value else 512, "PARTS": parts, "PDL": parts and targets != AMD,
+        "DOT": tl.float32 if kind == FP32.value else tl.bfloat16, "M": tile.heads, "N": tile.rows, "D": 512,
+        "STAGES": tile.num_stages, "EAGER": tile.eager, "SPREAD": tile.spread,
+    }  # fmt: skip
+    odd = ("scale_log2", "first_part", "num_parts", "part_rows")
+    return KernelVariant(
+        name=f"attend-{name}", fn=_attend_kernel, signature=signature, constexprs=constexprs,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, targets=targets,
+        aligned=tuple(x for x in signature if x not in odd and not x.endswith(("rows", "indptr", "indices"))),
+    )  # fmt: skip
+
+
+def variants() -> tuple[KernelVariant, ...]:
+    """What Flash (64 heads, unified pool) and Pro (128 heads, three pools) choose, and the combining kernels."""
+    bf16, fp8 = BF16.value, PACKED_FP8.value
+    by_address, by_load = FRESH_BY_ADDRESS.value, FRESH_BY_LOAD.value
+    three: Any = {"heads": 128, "same_table": False}
+    return (
+        _variant("flash", WIDE, bf16, HOPPER_ONLY),
+        _variant("flash-chunk", WIDE, bf16, HOPPER_ONLY, fresh=by_address),
+        _variant("pro-parts", WIDE, bf16, HOPPER_ONLY, parts=True, **three),
+        _variant("pro-fp8", WIDE, fp8, HOPPER_ONLY, **three),
+        _variant("pro-fp8-chunk", WIDE, fp8, HOPPER_ONLY, fresh=by_load, **three),
+        _variant("flash-blackwell", TENSOR_MEMORY, bf16, BLACKWELL_ONLY, fresh=by_address),
+        _variant("pro-fp8-blackwell", TENSOR_MEMORY, fp8, BLACKWELL_ONLY, **three),
+        _variant("flash-one", NARROW, bf16, NVIDIA, parts=True),
+        _variant("flash-fp8-one", NARROW, fp8, NVIDIA, parts=True),
+        _variant("flash-hip", NARROW, bf16, AMD, fresh=by_address),
+        _variant("pro-fp8-hip", NARROW, fp8, AMD, fresh=by_load, **three),
+        _variant("exact", EXACT, FP32.value, (*NVIDIA, *AMD), fresh=by_address),
+        *combine_variants(),
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4.kernels.attend_tiles_triton import finish, rope_back
 from dsv4.kernels.tile_triton import cast
-from dsv4.kernels.triton_launch import next_pow2
+from dsv4.kernels.triton_launch import KernelVariant, next_pow2
 from dsv4.metadata.plans import RopeTable
 
 TILE_VALUES = 8192
@@ -79,10 +79,17 @@ def combine_parts(
     launch = {"launch_pdl": True} if after_launch else {}
     _combine_kernel[(num_tokens * num_heads, -(-dim // lanes))](
         parts, num_parts, num_tokens * num_heads * num_parts, sink_H,
-        out_THD, out_THD.stride(0), out_THD.stride(1), *lse_args(lse_TH), *rope_args(rope),
+        out_THD, *strides(out_THD), *lse_args(lse_TH), *rope_args(rope),
         HEADS=num_heads, ROW_DIM=dim, ROPE=rope_width(rope), LSE=lse_TH is not None, PDL=after_launch,
         S=width, D=lanes, num_warps=4, **launch,
     )  # fmt: skip
+
+
+def strides(x_THD: Tensor) -> tuple[int, int]:
+    """Of tokens and heads. A lone token's or head's stride has no meaning; it must not choose another compilation."""
+    num_tokens, num_heads, dim = x_THD.shape
+    head = x_THD.stride(1) if num_heads > 1 else dim
+    return (x_THD.stride(0) if num_tokens > 1 else num_heads * head), head
 
 
 def lse_args(lse_TH: Tensor | None) -> tuple[Tensor | None, int, int]:
@@ -92,9 +99,38 @@ def lse_args(lse_TH: Tensor | None) -> tuple[Tensor | None, int, int]:
 
 def rope_args(rope: RopeTable | None) -> tuple[Tensor | None, Tensor | None, int]:
     """cos, sin and the stride of their rows, as both kernels take them."""
-    return (None, None, 0) if rope is None else (rope.cos_TP, rope.sin_TP, rope.cos_TP.stride(0))
+    if rope is None:
+        return None, None, 0
+    num_tokens, width = rope.cos_TP.shape
+    return rope.cos_TP, rope.sin_TP, rope.cos_TP.stride(0) if num_tokens > 1 else width
 
 
 def rope_width(rope: RopeTable | None) -> int:
     """Channels that are rotated back."""
     return 0 if rope is None else 2 * rope.cos_TP.shape[-1]
+
+
+def combine_variants() -> tuple[KernelVariant, ...]:
+    """Parts of one Flash token in narrow tiles, as NVIDIA and AMD run it."""
+    signature = {
+        "part_ptr": "*fp32", "num_parts": "i32", "part_rows": "i32", "sink_ptr": "*fp32", "out_ptr": "*bf16",
+        "out_token": "i32", "out_head": "i32", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "rope_token": "i32",
+    }  # fmt: skip
+    published = {
+        "lse_ptr": None,
+        "lse_token": 0,
+        "lse_head": 0,
+        "ROW_DIM": 512,
+        "ROPE": 64,
+        "LSE": False,
+    }
+    cuda, hip = ("sm_90", "sm_100"), ("gfx942", "gfx950")
+    return tuple(
+        KernelVariant(
+            name=name, fn=_combine_kernel, signature=signature,
+            constexprs=published | {"HEADS": 64, "PDL": targets == cuda, "S": 32, "D": 256},
+            aligned=tuple(name for name in signature if name not in ("num_parts", "part_rows")),
+            targets=targets,
+        )
+        for name, targets in (("combine", cuda), ("combine-hip", hip))
+    )  # fmt: skip
