@@ -238,7 +238,9 @@ def test_scores_are_the_sums_over_the_visible_keys(
 def test_any_tiling_gives_the_same_scores(data: st.DataObject, device: torch.device) -> None:
     """Tiles that are one run of rows, two runs, and a gather; chunks of several tiles; tokens of one slot and of
     several slots in one program."""
-    table = evolve(data.draw(tables()), rows_per_page=data.draw(st.sampled_from((8, 16, 32))))
+    table = evolve(
+        data.draw(tables()), rows_per_page=data.draw(st.sampled_from((8, 16, 24, 32, 48)))
+    )
     batch = data.draw(batches(table))
     case = Case.build(table, batch, device)
     kernel, block_n = TritonScore(), data.draw(st.sampled_from((16, 32, 64)))
@@ -271,6 +273,21 @@ def test_entries_without_a_page_score_minus_infinity(name: str, device: torch.de
     assert_close(actual_TN, wanted_TN, step=tolerance(name, device))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_page_may_end_behind_the_table(name: str, device: torch.device) -> None:
+    """Rows of the table's last page that are no rows of the view score minus infinity."""
+    table = Table(name=name, rows_per_page=16, pages_per_slot=2)
+    case = Case.build(table, Batch(requests=((0, (32,)), (1, (32,))), max_entries=32), device)
+    last = max(case.pages[0][0], case.pages[1][0])
+    view = evolve(case.inputs.view, num_rows=last * 16 + 5)
+    case = evolve(case, inputs=evolve(case.inputs, view=view))
+    kernel = TritonScore()
+    wanted_TN = case.expected(torch.float32)
+    assert bool(wanted_TN.isneginf().any())
+    actual_TN = scores(kernel, case, case.prepared(kernel, torch.float32), 2)
+    assert_close(actual_TN, wanted_TN, step=tolerance(name, device))
+
+
 def test_counts_outside_of_the_matrix_are_cut_to_it(device: torch.device) -> None:
     case = Case.build(
         Table(rows_per_page=16), Batch(requests=((0, (64, 64)), (1, (64,))), max_entries=40), device
@@ -279,6 +296,25 @@ def test_counts_outside_of_the_matrix_are_cut_to_it(device: torch.device) -> Non
     kernel = TritonScore()
     actual_TN = scores(kernel, case, case.prepared(kernel, torch.float32), 3)
     assert_close(actual_TN, case.expected(torch.float32))
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_nan_stays_with_its_query_and_its_key(tokens: int, device: torch.device) -> None:
+    case = Case.build(
+        Table(rows_per_page=16), Batch(requests=((0, (50, 64, 40)),), max_entries=64), device
+    )
+    page = case.pages[0][1]
+    case.inputs.view.storage[page * 16 + 3, 2] = torch.nan
+    q_THD, weights_TH = case.prepared(TritonScore(), torch.float32)
+    q_THD[2, 1, 5] = torch.nan
+    chosen = score_triton._config
+    with mock.patch.object(
+        score_triton, "_config", lambda **facts: evolve(chosen(**facts), tokens=tokens)
+    ):
+        nan_TN = scores(TritonScore(), case, (q_THD, weights_TH), 3).isnan()
+    assert nan_TN[:2].nonzero().tolist() == [[0, 19], [1, 19]]
+    assert bool(nan_TN[2, :40].all())
+    assert not bool(nan_TN[2, 40:].any())
 
 
 def test_a_table_without_rows_is_never_read(device: torch.device) -> None:
