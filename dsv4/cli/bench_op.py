@@ -33,7 +33,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     if device.type == "cpu":
         torch.set_num_threads(args.threads or 1)
     else:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
     torch.manual_seed(0)
     timer = timer_for(device)
     setup = setup_for(

@@ -85,8 +85,9 @@ class PromptCheck:
         got, want = values[name].cpu(), self._want(name)
         got = got.gather(-1, values[indices].cpu().argsort(-1))
         want = want.gather(-1, self._want(indices).argsort(-1))
-        tolerance = EXACT if kind == "route_indices" else STORED
-        return compare(self.stored.subject, name, got, want, tolerance)
+        if kind == "route_indices":
+            return compare(self.stored.subject, name, got.long(), want, EXACT)
+        return compare(self.stored.subject, name, got, want, STORED)
 
     def _decode(self) -> Iterator[Check]:
         num_cached = int(self.stored.take("decode.prefill_len"))

@@ -61,7 +61,7 @@ def test_a_hundred_forwards_neither_allocate_nor_wait_in_the_attention_path(
 ) -> None:
     config = dsv4.BackendConfig(
         pool=pool(max_requests=8, max_context=2048, row_format=row_format), kernels="triton",
-        max_batch_tokens=512,
+        max_batch_tokens=1024,
     )  # fmt: skip
     model = dsv4.load("tiny", backend=config, device="cuda")
     memory = model.backend.pool

@@ -1,0 +1,136 @@
+"""The Triton set keeps every promise of the op interfaces: on a GPU where there is one, else in the interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import attrs
+import pytest
+import torch
+
+from dsv4.config import BackendConfig, PoolConfig, ThreePoolConfig, UnifiedPoolConfig
+from dsv4.kernels.base import KernelSet
+from dsv4.kernels.triton_set import TritonKernels
+from dsv4.metadata.base import FillKernel, MetadataBuilder
+from dsv4.metadata.fill_triton import TritonFill
+from dsv4.metadata.unified import UnifiedMetadataBuilder
+from dsv4.pool.base import KVPool
+from dsv4.pool.three_pool import ThreePool
+from dsv4.pool.unified import UnifiedPool
+from dsv4.testing import (
+    AttentionConformance,
+    CompressConformance,
+    ExpertsConformance,
+    LinearConformance,
+    MetadataBuilderConformance,
+    MixConformance,
+    NormConformance,
+    ScoreConformance,
+    SelectConformance,
+    StoreConformance,
+)
+
+
+class FillsWithTriton(UnifiedMetadataBuilder):
+    def __init__(
+        self, pool: KVPool, config: BackendConfig, fill: type[FillKernel] | None = None
+    ) -> None:
+        super().__init__(pool, config, fill or TritonFill)
+
+
+class FilledUnified(UnifiedPool):
+    @classmethod
+    def builder_class(cls) -> type[MetadataBuilder]:
+        return FillsWithTriton
+
+
+class FilledThree(ThreePool):
+    @classmethod
+    def builder_class(cls) -> type[MetadataBuilder]:
+        return FillsWithTriton
+
+
+@attrs.frozen(kw_only=True)
+class FilledUnifiedConfig(UnifiedPoolConfig):
+    pool_class = FilledUnified
+
+
+@attrs.frozen(kw_only=True)
+class FilledThreeConfig(ThreePoolConfig):
+    pool_class = FilledThree
+
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(params=[False, True], ids=["fast", "deterministic"])
+def kernels(request: pytest.FixtureRequest) -> KernelSet:
+    return TritonKernels.build(deterministic=request.param)
+
+
+class OneOp:
+    """Gives the suites the op that the class names."""
+
+    op: str
+
+    @pytest.fixture
+    def device(self, device: torch.device) -> torch.device:
+        return device
+
+    @pytest.fixture
+    def kernel(self, kernels: KernelSet) -> object:
+        return getattr(kernels, self.op)
+
+
+class TestNorm(OneOp, NormConformance):
+    op = "norm"
+
+
+class TestStore(OneOp, StoreConformance):
+    op = "store"
+
+
+class TestLinear(OneOp, LinearConformance):
+    op = "linear"
+
+
+class TestMix(OneOp, MixConformance):
+    op = "mix"
+
+
+class TestExperts(OneOp, ExpertsConformance):
+    op = "experts"
+
+
+class TestScore(OneOp, ScoreConformance):
+    op = "score"
+
+
+class TestSelect(OneOp, SelectConformance):
+    op = "select"
+
+
+class TestAttention(OneOp, AttentionConformance):
+    op = "attend"
+
+
+class TestCompress(OneOp, CompressConformance):
+    op = "compress"
+
+
+class TestFill(MetadataBuilderConformance):
+    @pytest.fixture(params=[FilledUnifiedConfig, FilledThreeConfig])
+    def pool_config_type(self, request: pytest.FixtureRequest) -> type[PoolConfig]:
+        found: type[PoolConfig] = request.param
+        return found
+
+    @pytest.fixture
+    def device(self, device: torch.device) -> torch.device:
+        return device
