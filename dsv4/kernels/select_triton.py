@@ -26,17 +26,18 @@ from dsv4.metadata.plans import ScoreInputs, SelectOutput
 
 NEG_INF: tl.constexpr = tl.constexpr(-2139095041)
 """Key of -inf, the lowest of all scores."""
-VECTOR_LENGTH = 4
-VECTOR: tl.constexpr = tl.constexpr(VECTOR_LENGTH)
+SCORES: tl.constexpr = tl.constexpr(4)
 """Scores of a 16-byte load."""
+PICKS: tl.constexpr = tl.constexpr(4)
+"""Picks of a thread."""
 RUN_LENGTH = 8
 RUN: tl.constexpr = tl.constexpr(RUN_LENGTH)
 """Consecutive scores of a thread: a whole sector. Each run costs a step of the scan."""
 NO_KEY: tl.constexpr = tl.constexpr(-(2**31))
 """Below every key: a lane without an entry."""
 LAST_KEY: tl.constexpr = tl.constexpr(2**31 - 1)
-WARP_LANES = 32
-"""AMD's 64 leave half the lanes of a warp with a copy."""
+MAX_REGISTERS = 128
+"""Of a thread on NVIDIA: two programs of 256 threads share an SM."""
 NUMBERS = (
     "score_stride", "list_stride", "table_stride", "table_width", "rows_per_page", "base",
     "lane_stride", "first_token", "num_entries", "topk", "most", "chunk", "direct",
@@ -175,13 +176,12 @@ def _bracket(x, low, high, above_low, above_high, topk, most, CURVES: tl.constex
 
 @triton.jit
 def _first_ties(x, there, low, high, above_high, left, topk, most, BLOCK: tl.constexpr):
-    """1 for what reaches high and for the first lanes that reach low: as many as make topk..most; else 0.
+    """Of the scores that reach low but not high, only the first: as many as make topk..most; NaN for the others.
 
     left: lanes from each one to the end of the tile.
     """
-    better = x >= _value(high)
     # no comparison sees the NaN that ties with -inf
-    equal = there & (better == 0) & ((x >= _value(low)) | (low == NEG_INF))
+    equal = there & ((x >= _value(high)) == 0) & ((x >= _value(low)) | (low == NEG_INF))
     near, end = 0, BLOCK
     ties = tl.sum(equal.to(tl.int32))
     while ties + above_high > most:
@@ -191,7 +191,7 @@ def _first_ties(x, there, low, high, above_high, left, topk, most, BLOCK: tl.con
         near = tl.where(enough, near, middle)
         end = tl.where(enough, middle, end)
         ties = tl.where(enough, count, ties)
-    return tl.where(better | (equal & (left > BLOCK - end)), 1.0, 0.0)
+    return tl.where(equal, tl.where(left > BLOCK - end, _value(low), float("nan")), x)
 
 
 @triton.jit
@@ -225,41 +225,69 @@ def _by_thread(loaded, FOLD: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _best(
-    row_ptr, list_ptr, out_ptr, first, end, listed, topk, most,
-    ALIGN: tl.constexpr, FOLD: tl.constexpr, LANES: tl.constexpr, GROUPED: tl.constexpr,
-):  # fmt: skip
-    """Write topk..most candidates, among them the topk best, of the lanes [first, end); -1 behind them.
-
-    Lane n is entry n of the score row, or, if `listed`, the entry that the list holds there. Both orders ascend. The
-    output may overwrite lanes of the list up to this tile's own. GROUPED: bound the candidates by maxima first.
-    """
-    BLOCK: tl.constexpr = FOLD * LANES * RUN
-    # A thread holds a run of each row. A lane is a constant plus its thread's share: no register holds it, and
-    # scattered stores need no other layout.
+def _places(RUN: tl.constexpr, VECTOR: tl.constexpr, FOLD: tl.constexpr, LANES: tl.constexpr):
+    """(lanes of a tile without their thread's share, that share), as [row, load, thread, vector]."""
     row, thread = tl.arange(0, FOLD) * (LANES * RUN), tl.arange(0, LANES) * RUN
     run = tl.arange(0, RUN // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    loaded, load_thread = row[:, None, None, None] + run[None, :, None, :], first + thread[None, None, :, None]
-    step, thread = row[:, None, None] + tl.arange(0, RUN)[None, :, None], thread[None, None, :]
-    # NaN is what no score reaches: lanes without an entry
-    if listed:
-        entry = tl.load(list_ptr + (load_thread + loaded), mask=loaded < end - load_thread, other=-1)
-        x = tl.load(row_ptr + entry, mask=entry >= 0, other=float("nan"))
-        x = _by_thread(x, FOLD, LANES)
+    return row[:, None, None, None] + run[None, :, None, :], thread[None, None, :, None]
+
+
+@triton.jit
+def _load_row(
+    row_ptr, first, end, ALIGN: tl.constexpr, FOLD: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """Scores of the entries [first, end), NaN behind them: what no score reaches."""
+    step, thread = _places(RUN, SCORES, FOLD, LANES)
+    pointers = row_ptr + (first + thread + step)
+    if end - first >= FOLD * LANES * RUN:
+        x = tl.load(pointers)
     else:
-        if end - first >= BLOCK:
-            x = _by_thread(tl.load(row_ptr + (load_thread + loaded)), FOLD, LANES)
-        else:
-            # a mask of whole vectors keeps the loads wide; the row's capacity is one of them
-            vectors = (end + ALIGN - 1) // ALIGN * ALIGN
-            x = tl.load(
-                row_ptr + (load_thread + loaded),
-                mask=loaded < vectors - load_thread,
-                other=float("nan"),
-            )
-            x = tl.where(
-                step < end - first - thread, _by_thread(x, FOLD, LANES), float("nan")
-            )  # fmt: skip
+        # a mask of whole vectors keeps the loads wide; the row's capacity is one of them
+        vectors = (end + ALIGN - 1) // ALIGN * ALIGN
+        x = tl.load(pointers, mask=step < vectors - first - thread, other=0.0)
+        x = tl.where(step < end - first - thread, x, float("nan"))
+    return _by_thread(x, FOLD, LANES)
+
+
+@triton.jit
+def _load_list(list_ptr, first, end, FOLD: tl.constexpr, LANES: tl.constexpr):
+    """(scores, entries) of the candidates [first, end) of a list of even length, which holds no NaN; NaN where there
+    is none."""
+    # both words of two candidates, four consecutive ones, in one load
+    step, thread = _places(2 * RUN, 4, FOLD, LANES)
+    held = tl.load(
+        list_ptr + (2 * first + thread + step),
+        mask=step < (end + 1) // 2 * 4 - 2 * first - thread,
+        other=float("nan"),
+    )
+    entry, x = tl.split(tl.reshape(held, [FOLD, RUN // 2, LANES, 2, 2]))
+    return _by_thread(x, FOLD, LANES), _by_thread(entry.to(tl.int32, bitcast=True), FOLD, LANES)
+
+
+@triton.jit
+def _best(
+    row_ptr, list_ptr, out_ptr, first, end, listed, topk, most,
+    ALIGN: tl.constexpr, FOLD: tl.constexpr, LANES: tl.constexpr,
+    GROUPED: tl.constexpr, LISTS: tl.constexpr,
+):  # fmt: skip
+    """Write topk..most candidates, among them the topk best, of the entries [first, end) of a row, or, if `listed`, of
+    the candidates that stand there in a list; ascending like these.
+
+    GROUPED: bound them by the maxima of groups first; write them as a list, pairs of entry and score with NaN behind
+    them. Otherwise write entries.
+    The output may overwrite the list up to this tile's own part.
+    """
+    BLOCK: tl.constexpr = FOLD * LANES * RUN
+    # A thread holds a run of each row. An entry is a constant plus its thread's share: no register holds it, and
+    # scattered stores need no other layout.
+    thread = tl.arange(0, LANES)[None, None, :] * RUN
+    step = tl.arange(0, FOLD)[:, None, None] * (LANES * RUN) + tl.arange(0, RUN)[None, :, None]
+    if listed:
+        x, entry = _load_list(list_ptr, first, end, FOLD, LANES)
+    else:
+        x = _load_row(row_ptr, first, end, ALIGN, FOLD, LANES)
+        if LISTS:
+            entry = first + thread + step
     if GROUPED:
         maxima = tl.max(x, axis=0)
         lowest = tl.min(_key(tl.min(maxima, axis=0)), axis=0)
@@ -286,13 +314,9 @@ def _best(
         if (count > most) | (low == NEG_INF):
             there = step < end - first - thread
             if listed:
-                entry = tl.load(
-                    list_ptr + (load_thread + loaded), mask=loaded < end - load_thread, other=-1
-                )
-                there = _by_thread(entry, FOLD, LANES) >= 0
+                there = there & (x == x)
             left = BLOCK - thread - step
             x = _first_ties(x, there, low, high, above_high, left, topk, most, BLOCK)
-            floor = 1.0
         halves = _halves(x >= floor, FOLD, LANES)
         total = tl.sum(halves)
         count = (total & 0xFFFF) + (total >> 16)
@@ -301,16 +325,22 @@ def _best(
     taken = x >= floor
     run_start = tl.where(tl.arange(0, RUN)[None, :, None] == 0, before[:, None, :], 0)
     rank = tl.cumsum(taken.to(tl.int32) + run_start, axis=1)
-    lane = first + thread + step
+    if LISTS == 0:
+        entry = first + thread + step
     if listed:
-        entry = tl.load(list_ptr + (load_thread + loaded), mask=loaded < end - load_thread, other=-1)
-        lane = _by_thread(entry, FOLD, LANES)
         # every thread has read its part of the list before another overwrites it
         tl.debug_barrier()
-    tl.store(out_ptr - 1 + rank, lane, mask=taken)
-    if most > topk:
-        behind = tl.arange(0, LANES * RUN)
-        tl.store(out_ptr + behind, -1, mask=(behind >= count) & (behind < most))
+    if GROUPED:
+        word = tl.arange(0, 2)
+        tl.store(
+            out_ptr - 2 + (2 * rank[:, :, :, None] + word),
+            tl.join(entry.to(tl.float32, bitcast=True), x),
+            mask=taken[:, :, :, None] & (word >= 0),
+        )
+        behind = tl.arange(0, 2 * LANES * RUN)
+        tl.store(out_ptr + behind, float("nan"), mask=(behind >= 2 * count) & (behind < 2 * most))
+    else:
+        tl.store(out_ptr - 1 + rank, entry, mask=taken)
 
 
 @triton.jit
@@ -327,37 +357,35 @@ def _narrow_kernel(
     first_token, num_entries, topk, most, direct,
     ALIGN: tl.constexpr, FOLD: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
+    """Candidates of one chunk of one row."""
     token, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     visible = tl.minimum(tl.load(visible_ptr + first_token + token), num_entries)
     first = chunk * (FOLD * LANES * RUN)
     if (visible <= direct) | (visible <= topk) | (visible <= first):
         return
     row_ptr = scores_ptr + tl.multiple_of(token * score_stride, ALIGN)
-    out_ptr = lists_ptr + token * list_stride + chunk * most
+    out_ptr = (
+        lists_ptr + tl.multiple_of(token * list_stride, 4) + tl.multiple_of(chunk * most * 2, 4)
+    )
     end = tl.minimum(visible, first + FOLD * LANES * RUN)
-    if end - first > most:
-        _best(
-            row_ptr, out_ptr, out_ptr, first, end, False, topk, most,
-            ALIGN, FOLD, LANES, GROUPED=True,
-        )  # fmt: skip
-    else:
-        lane = tl.arange(0, LANES * RUN)
-        tl.store(out_ptr + lane, tl.where(first + lane < end, first + lane, -1), mask=lane < most)
+    _best(row_ptr, out_ptr, out_ptr, first, end, False, topk, most, ALIGN, FOLD, LANES, True, False)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _finish_kernel(
-    scores_ptr, score_stride, visible_ptr, slot_ptr, lists_ptr, list_stride,
+    scores_ptr, score_stride, visible_ptr, slot_ptr, lists_ptr, picks_ptr, list_stride,
     table_ptr, table_stride, table_width, rows_per_page, base,
     lane_ptr, lane_stride, indices_ptr,
     first_token, num_entries, topk, most, chunk, direct,
     ALIGN: tl.constexpr, FOLD: tl.constexpr, LANES: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
+    """The picks of one row, from its lists or from its scores; then the rows of the picks."""
     tile_token = tl.program_id(0).to(tl.int64)
     token = first_token + tile_token
     visible = tl.minimum(tl.load(visible_ptr + token), num_entries)
     row_ptr = scores_ptr + tl.multiple_of(tile_token * score_stride, ALIGN)
-    list_ptr = lists_ptr + tile_token * list_stride
+    picks_ptr += tile_token * list_stride
+    list_ptr = lists_ptr + tl.multiple_of(tile_token * list_stride, 4)
     if visible > topk:
         listed = visible > direct
         end = tl.where(listed, tl.cdiv(visible, chunk) * most, visible)
@@ -366,26 +394,25 @@ def _finish_kernel(
                 kept = 0
                 for first in range(0, end, FOLD * LANES * RUN):
                     _best(
-                        row_ptr, list_ptr, list_ptr + kept,
+                        row_ptr, list_ptr, list_ptr + tl.multiple_of(kept * 2, 4),
                         first, tl.minimum(end, first + FOLD * LANES * RUN), listed, topk, most,
-                        ALIGN, FOLD, LANES, GROUPED=True,
+                        ALIGN, FOLD, LANES, True, True,
                     )  # fmt: skip
                     kept += most
                 tl.debug_barrier()
                 end = kept
                 listed = end > 0
         _best(
-            row_ptr, list_ptr, list_ptr, 0, end, listed, topk, topk,
-            ALIGN, SMALL, LANES, GROUPED=False,
+            row_ptr, list_ptr, picks_ptr, 0, end, listed, topk, topk, ALIGN, SMALL, LANES, False, True
         )  # fmt: skip
         tl.debug_barrier()
     # where all visible entries are picked, nothing was written
     written = tl.where(visible > topk, topk, 0)
     slot = tl.maximum(tl.load(slot_ptr + token), 0).to(tl.int64)
-    for first in range(0, topk, LANES * VECTOR):
-        pick = first + tl.arange(0, LANES * VECTOR)
+    for first in range(0, topk, LANES * PICKS):
+        pick = first + tl.arange(0, LANES * PICKS)
         there = (pick < topk) & (pick < visible)
-        entry = tl.load(list_ptr + pick, mask=pick < written, other=0)
+        entry = tl.load(picks_ptr + pick, mask=pick < written, other=0)
         entry = tl.where(pick < written, entry, pick)
         row = _rows(
             entry, there, table_ptr + slot * table_stride, table_width, rows_per_page, base
@@ -419,7 +446,10 @@ def _scan_kernel(
             entry = first + tl.arange(0, BLOCK)
             x = tl.load(row_ptr + entry, mask=entry < visible, other=0.0)
             count += tl.sum(((_key(x) >= middle) & (entry < visible)).to(tl.int32))
-        low, above_low = tl.where(count < topk, low, middle), tl.where(count < topk, above_low, count)
+        low, above_low = (
+            tl.where(count < topk, low, middle),
+            tl.where(count < topk, above_low, count),
+        )
         high = tl.where(count < topk, middle, high)
         above_high = tl.where(count < topk, count, above_high)
     room = topk - above_high
@@ -464,26 +494,43 @@ def _select(
 ) -> None:
     (num_tokens, num_entries), topk = scores_TN.shape, output.lane_TK.shape[1]
     plan = plan_select(tiles, num_entries, topk)
-    list_stride = max(plan.chunks, 1) * 2 * topk
-    _check_scratch(output.scratch, num_tokens * list_stride, topk)
+    list_stride = _list_stride(output.scratch, num_tokens, plan, topk)
+    lists = output.scratch.view(torch.float32)
     scores = (scores_TN, scores_TN.stride(0), inputs.num_visible_T)
-    lists = (output.scratch, list_stride)
     numbers = {
         "first_token": first, "num_entries": num_entries, "topk": topk, "most": 2 * topk,
         "direct": plan.direct, "ALIGN": _align(scores_TN),
     }  # fmt: skip
     if plan.chunks:
         _narrow_kernel[num_tokens, plan.chunks](
-            *scores, *lists, **numbers, FOLD=tiles.fold, LANES=tiles.lanes, **_warps(tiles.lanes)
-        )
+            *scores, lists, list_stride, **numbers,
+            FOLD=tiles.fold, LANES=tiles.lanes, **_options(tiles.lanes, scores_TN.device),
+        )  # fmt: skip
     _finish_kernel[num_tokens,](
-        *scores, inputs.slot_T, *lists, *_targets(output), **numbers, chunk=tiles.block,
-        FOLD=plan.fold, LANES=plan.lanes, SMALL=plan.small, **_warps(plan.lanes),
+        *scores, inputs.slot_T, lists, output.scratch, list_stride, *_targets(output), **numbers,
+        chunk=tiles.block, FOLD=plan.fold, LANES=plan.lanes, SMALL=plan.small,
+        **_options(plan.lanes, scores_TN.device),
     )  # fmt: skip
 
 
-def _warps(lanes: int) -> dict[str, int]:
-    return {"num_warps": max(lanes // WARP_LANES, 1)}
+def _list_stride(scratch: Tensor, num_tokens: int, plan: SelectPlan, topk: int) -> int:
+    """int32 lanes of a row: its lists of 2 K candidates of two words, or K picks alone."""
+    lists = max(plan.chunks, 1 if plan.fold else 0)
+    stride = lists * 4 * topk if lists else topk
+    if scratch.numel() < num_tokens * stride:
+        raise KernelError(
+            f"select: scratch {scratch.numel()} int32 lanes, {num_tokens * stride} needed for "
+            f"{topk} picks of {num_tokens} tokens; size it with dsv4.metadata.buffers.select_scratch"
+        )
+    return stride
+
+
+def _options(lanes: int, device: torch.device) -> dict[str, int]:
+    """One thread a lane. Two narrowing programs share an SM's registers."""
+    if torch.version.hip:
+        return {"num_warps": max(lanes // 64, 1)}
+    options = {"num_warps": max(lanes // 32, 1)}
+    return options | {"maxnreg": MAX_REGISTERS} if device.type == "cuda" else options
 
 
 def _scan(
@@ -493,7 +540,7 @@ def _scan(
     _scan_kernel[(num_tokens,)](
         scores_TN, scores_TN.stride(0), inputs.num_visible_T, inputs.slot_T, *_targets(output),
         first, num_entries, output.lane_TK.shape[1],
-        BLOCK=tiles.scan, **_warps(tiles.lanes),
+        BLOCK=tiles.scan, **_options(tiles.lanes, scores_TN.device),
     )  # fmt: skip
 
 
@@ -509,44 +556,41 @@ def _targets(output: SelectOutput) -> tuple[Tensor | int, ...]:
 
 def _align(scores_TN: Tensor) -> int:
     """Scores of one load: four where every row starts at a multiple of 16 bytes and ends with one."""
-    whole = scores_TN.stride(0) % VECTOR_LENGTH == 0 and scores_TN.shape[1] % VECTOR_LENGTH == 0
-    return VECTOR_LENGTH if whole and scores_TN.data_ptr() % 16 == 0 else 1
-
-
-def _check_scratch(scratch: Tensor, need: int, topk: int) -> None:
-    if scratch.numel() < need:
-        raise KernelError(
-            f"select: scratch {scratch.numel()} int32 lanes, {need} needed for {topk} picks; "
-            "size it with dsv4.metadata.buffers.select_scratch"
-        )
+    whole = scores_TN.stride(0) % SCORES.value == 0 and scores_TN.shape[1] % SCORES.value == 0
+    return SCORES.value if whole and scores_TN.data_ptr() % 16 == 0 else 1
 
 
 def variants() -> tuple[KernelVariant, ...]:
     """The kernels for the published dims: 512 picks (Flash) and 1,024 (Pro)."""
     tiles = SelectTiles()
-    pointers = {"scores_ptr": "*fp32"} | dict.fromkeys(
-        ("visible_ptr", "slot_ptr", "lists_ptr", "table_ptr", "lane_ptr", "indices_ptr"), "*i32"
+    pointers = {"scores_ptr": "*fp32", "lists_ptr": "*fp32"} | dict.fromkeys(
+        ("visible_ptr", "slot_ptr", "picks_ptr", "table_ptr", "lane_ptr", "indices_ptr"), "*i32"
     )
 
-    def variant(name: str, fn: Any, lanes: int, **sizes: int) -> KernelVariant:
+    def variant(name: str, fn: Any, lanes: int, **sizes: int) -> list[KernelVariant]:
         signature = pointers | dict.fromkeys(NUMBERS, "i32")
-        return KernelVariant(
-            name=f"select {name}",
-            fn=fn,
-            signature={key: kind for key, kind in signature.items() if key in fn.arg_names},
-            constexprs={"ALIGN": VECTOR_LENGTH, "LANES": lanes, **sizes},
-            **_warps(lanes),
-            aligned=tuple(key for key in pointers if key in fn.arg_names),
-        )
+        return [
+            KernelVariant(
+                name=f"select {name} {warp_lanes}",
+                fn=fn,
+                signature={key: kind for key, kind in signature.items() if key in fn.arg_names},
+                constexprs={"ALIGN": SCORES.value, "LANES": lanes, **sizes},
+                num_warps=lanes // warp_lanes,
+                aligned=tuple(key for key in pointers if key in fn.arg_names),
+                targets=targets,
+            )
+            for warp_lanes, targets in ((32, ("sm_90", "sm_100")), (64, ("gfx942", "gfx950")))
+        ]
 
     return (
-        variant("narrow", _narrow_kernel, tiles.lanes, FOLD=tiles.fold),
-        variant("narrow and finish", _finish_kernel, tiles.lanes, FOLD=tiles.fold, SMALL=1),
+        *variant("narrow", _narrow_kernel, tiles.lanes, FOLD=tiles.fold),
+        *variant("narrow and finish", _finish_kernel, tiles.lanes, FOLD=tiles.fold, SMALL=1),
         *(
-            variant(
+            each
+            for size in tiles.small
+            for each in variant(
                 f"finish {size}", _finish_kernel, tiles.small_lanes,
                 FOLD=0, SMALL=size // (tiles.small_lanes * RUN_LENGTH),
             )
-            for size in tiles.small
         ),
     )  # fmt: skip
