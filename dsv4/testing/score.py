@@ -147,7 +147,8 @@ class ScoreConformance(KernelSetup[ScoreKernel]):
         for given in ((q, weights), (strided(q), strided(weights))):
             out_TN = poisoned([tokens, case.inputs.max_entries], torch.float32, q.device)
             kernel.score(*given, case.inputs, first_token=0, out_TN=out_TN)
-            self.close(out_TN, wanted_TN, scale=40)
+            # an fp8 tensor core keeps some 14 bits of a sum of products
+            self.close(out_TN, wanted_TN, scale=400 if name == "fp8" else 40)
 
     @pytest.mark.parametrize("requests", [DECODE, RAGGED], ids=["decode", "ragged"])
     def test_2_other_lanes_are_minus_infinity(
