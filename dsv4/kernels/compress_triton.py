@@ -11,14 +11,23 @@ from typing import Any
 
 import torch
 import triton
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4.kernels.base import CompressKernel, Rounding
 from dsv4.kernels.fold_triton import finish_kernel, fold_in_place_kernel, fold_kernel
 from dsv4.kernels.overlap_triton import overlap_kernel
-from dsv4.kernels.rows_triton import row_args, rounding_code
-from dsv4.kernels.triton_launch import KernelVariant, interpreting, next_pow2
+from dsv4.kernels.rows_triton import (
+    BF16,
+    FP8_ROUNDING,
+    HADAMARD_FP4_ROUNDING,
+    INDEX_FP4,
+    INDEX_FP8,
+    PACKED_FP8,
+    rounding_code,
+    row_args,
+)
+from dsv4.kernels.triton_launch import TARGETS, KernelVariant, interpreting, next_pow2
 from dsv4.metadata.plans import CompressorTarget, FoldPlan, OverlapPlan
 
 OPTIONS: Mapping[str, Any] = {"enable_fp_fusion": False}
@@ -57,7 +66,7 @@ def config_of(dim: int, *, hip: bool, interpreted: bool) -> Config:
         num_warps=min(max(width // 128, 1), 8),
         rows=4,
         columns=min(width, 512),
-        ahead=4,
+        ahead=3,
         channels=min(width, 64 if hip else 32),
         run=4 if interpreted else 16,
         prefetch=not hip and not interpreted,
@@ -201,3 +210,67 @@ def _fold_arguments(plan: FoldPlan, target: CompressorTarget, config: Config) ->
         "AHEAD": config.ahead,
         "REQUESTS": config.requests,
     }
+
+
+def variants() -> tuple[KernelVariant, ...]:
+    """Ratios 4 and 128, entries of 512 channels and keys of 128, 64 of them rotated, official rounding."""
+    entries = (("bf16", BF16, "*bf16"), ("packed fp8", PACKED_FP8, "*u8"))
+    keys = (("bf16", BF16, "*bf16"), ("fp8", INDEX_FP8, "*u8"), ("fp4", INDEX_FP4, "*u8"))
+    found = []
+    for name, kind, table in entries:
+        official = {"ROUNDING": FP8_ROUNDING.value, "KIND": kind.value}
+        found += [
+            _variant(overlap_kernel, f"compress csa {name}", 4, 512, official, table),
+            _variant(fold_in_place_kernel, f"compress hca {name}", 128, 512, official, table),
+            _variant(finish_kernel, f"compress hca finish {name}", 128, 512, official, table),
+        ]
+    for name, kind, table in keys:
+        official = {"ROUNDING": HADAMARD_FP4_ROUNDING.value, "KIND": kind.value}
+        found.append(_variant(overlap_kernel, f"compress indexer {name}", 4, 128, official, table))
+    for backend in ("cuda", "hip"):
+        found.append(_fold_variant(backend))
+    return tuple(found)
+
+
+def _fold_variant(backend: str) -> KernelVariant:
+    config = config_of(512, hip=backend == "hip", interpreted=False)
+    strides = {"projected_stride": 1024, "ape_stride": 512}
+    own = {"D": config.channels, "STEPS": 128, "RUN": config.run, "PREFETCH": config.prefetch}
+    chosen = _variant(fold_kernel, f"compress hca fold {backend}", 128, 512, strides | own)
+    targets = tuple(name for name, target in TARGETS.items() if target.backend == backend)
+    return evolve(chosen, num_warps=1, targets=targets)
+
+
+def _variant(
+    fn: Any, name: str, ratio: int, dim: int, constants: Mapping[str, int], table: str = ""
+) -> KernelVariant:
+    """A kernel for `dim` channels; `table` is the type of the entries' memory."""
+    config = config_of(dim, hip=False, interpreted=False)
+    constants = {
+        "RATIO": ratio, "DIM": dim, "ROPE": 64, "PLANE_ROWS": 64 if table == "*u8" else 1, "D": config.width,
+        "ROWS": config.rows, "COLS": config.columns, "AHEAD": config.ahead, "REQUESTS": config.requests,
+        **constants,
+    }  # fmt: skip
+    ints = (
+        "starts_ptr", "closing_indptr_ptr", "source_ptr", "position_ptr", "start_ptr", "ape_row_ptr", "state_loc_ptr",
+        "entry_loc_ptr", "accumulator_row_ptr", "accumulator_loc_ptr", "folded_ptr",
+    )  # fmt: skip
+    types = dict.fromkeys(ints, "*i32") | {"table_ptr": table, "eps": "fp32"}
+    signature = {
+        arg: types.get(arg, "*fp32" if arg.endswith("_ptr") else "i32")
+        for arg in fn.arg_names
+        if arg not in constants
+    }
+    return KernelVariant(
+        name=name,
+        fn=fn,
+        signature=signature,
+        constexprs={arg: value for arg, value in constants.items() if arg in fn.arg_names},
+        num_warps=config.num_warps,
+        # an accumulator's row is one longer than a multiple of the channels
+        aligned=tuple(
+            arg
+            for arg in signature
+            if arg.endswith(("_ptr", "_stride")) and arg != "accumulator_stride"
+        ),
+    )

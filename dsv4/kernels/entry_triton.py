@@ -25,6 +25,12 @@ def exp(x):
 
 
 @triton.jit
+def append(tiles, tile):
+    """A tuple of tiles and one more: how an unrolled loop keeps what it loads."""
+    return tiles + (tile,)
+
+
+@triton.jit
 def only_if(flag, mask):
     """`flag & mask` of a scalar flag and a tile's mask: the interpreter would make integers of them."""
     return tl.where(flag, mask, False)
@@ -106,11 +112,12 @@ def store_entry(
     PLANE_ROWS: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Norm, rotate (by row `entry` of the rope table), round and store pooled channels [D] as row `loc`, a legal one.
-    Lanes behind DIM must be 0."""
+    """Norm, rotate (by row `entry` of the rope table), round and store pooled channels [D] as row `loc`, a legal one."""
     nope: tl.constexpr = DIM - ROPE
     lane = tl.arange(0, D)[None, :]
     x = tl.reshape(pooled, [1, D])
+    if DIM < D:  # where the sum of weights may be 0
+        x = tl.where(lane < DIM, x, 0.0)
     mean = tl.div_rn(tree_sum(x * x, 1, D), tl.full([1], DIM, tl.float32))
     scale = tl.div_rn(tl.full([1], 1.0, tl.float32), tl.sqrt_rn(mean + eps))
     x = x * scale[:, None] * tl.load(norm_ptr + lane, mask=lane < DIM, other=0.0)

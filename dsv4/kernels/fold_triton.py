@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.kernels.entry_triton import exp, find_raw, only_if, store_entry, store_raw
+from dsv4.kernels.entry_triton import append, exp, find_raw, only_if, store_entry, store_raw
 
 
 @triton.jit
@@ -63,7 +63,9 @@ def _raw(
     # the state's gates have their position bias already
     bias = ape_ptr + (position % RATIO) * ape_stride
     ape = tl.load(bias + lane, mask=only_if(own, there), other=0.0)
-    return tl.where(live & (position >= count), tl.where(own, gate + ape, gate), float("-inf")), value
+    return tl.where(
+        live & (position >= count), tl.where(own, gate + ape, gate), float("-inf")
+    ), value
 
 
 @triton.jit
@@ -102,7 +104,12 @@ def _find_run(
 def _prefetch(pointers):
     """Ask for the memory lines of addresses to be brought into the L2 cache (NVIDIA)."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers],
+        tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -140,9 +147,9 @@ def _fold_run(
         values = ()
         for j in tl.static_range(RUN):
             mask = only_if(first + j < num, there)
-            values = values + (tl.load(row + j * projected_stride, mask=mask, other=0.0),)
-            gates = gates + (tl.load(row + j * projected_stride + DIM, mask=mask, other=0.0),)
-            biases = biases + (tl.load(bias + j * ape_stride, mask=mask, other=0.0),)
+            values = append(values, tl.load(row + j * projected_stride, mask=mask, other=0.0))
+            gates = append(gates, tl.load(row + j * projected_stride + DIM, mask=mask, other=0.0))
+            biases = append(biases, tl.load(bias + j * ape_stride, mask=mask, other=0.0))
         for j in tl.static_range(RUN):
             gate = tl.where(first + j < num, gates[j] + biases[j], float("-inf"))
             maximum, total, weighted = fold_step(maximum, total, weighted, gate, values[j])
@@ -195,8 +202,8 @@ def fold_segment(
                 projected_stride, ape_ptr, ape_stride, state_ptr, state_stride, num_state_rows,
                 num_tokens, RATIO, DIM,
             )  # fmt: skip
-            gates = gates + (gate,)
-            values = values + (value,)
+            gates = append(gates, gate)
+            values = append(values, value)
         for j in tl.static_range(AHEAD):
             maximum, total, weighted = fold_step(maximum, total, weighted, gates[j], values[j])
     if RUN:
@@ -209,7 +216,9 @@ def fold_segment(
 
 
 @triton.jit
-def _accumulator(row, accumulator_ptr, accumulator_stride, num_accumulators, lane, wanted, DIM: tl.constexpr):
+def _accumulator(
+    row, accumulator_ptr, accumulator_stride, num_accumulators, lane, wanted, DIM: tl.constexpr
+):
     """(max, sum, weighted sum, tokens folded) of a row; 0 tokens where it is none. Channels are read if `wanted`."""
     has = (row >= 0) & (row < num_accumulators)
     place = accumulator_ptr + tl.where(has, row, 0).to(tl.int64) * accumulator_stride

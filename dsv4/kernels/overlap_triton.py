@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.kernels.entry_triton import exp, find_raw, only_if, store_entry, store_raw
+from dsv4.kernels.entry_triton import append, exp, find_raw, only_if, store_entry, store_raw
 
 RESIDENT = tl.constexpr(8)
 """Most raw rows whose halves a program keeps in registers: 16 x 4 values a thread."""
@@ -89,7 +89,7 @@ def overlap_kernel(
         sources = ()
         if rows <= RESIDENT:
             for j in tl.static_range(rows):
-                sources = sources + (tl.load(source_ptr + j),)
+                sources = append(sources, tl.load(source_ptr + j))
         if (loc >= 0) & (loc < num_entry_rows):
             highest = tl.full([D], float("-inf"), tl.float32)
             total = tl.zeros([D], tl.float32)
@@ -103,8 +103,8 @@ def overlap_kernel(
                         j, sources[j], projected_ptr, projected_stride, ape_ptr, ape_stride,
                         state_ptr, state_stride, num_state_rows, num_tokens, RATIO, DIM, D,
                     )  # fmt: skip
-                    gates = gates + (gate,)
-                    values = values + (value,)
+                    gates = append(gates, gate)
+                    values = append(values, value)
                 for j in tl.static_range(rows):
                     highest = tl.maximum(highest, gates[j])
                 for j in tl.static_range(rows):

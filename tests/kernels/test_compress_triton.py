@@ -1,0 +1,552 @@
+"""The Triton compressors against the reference and against themselves: real plans, drawn plans, every format.
+
+Legend: T tokens, B requests, E closing windows, S fold segments, J fold steps, C projected channels.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import attrs
+import pytest
+import torch
+import triton
+import triton.language as tl
+from attrs import frozen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dsv4.config import LayerKind, UnifiedPoolConfig
+from dsv4.kernels import compress_triton
+from dsv4.kernels.base import CompressKernel, Rounding
+from dsv4.kernels.compress_ref import TorchCompress
+from dsv4.kernels.compress_triton import TritonCompress
+from dsv4.kernels.entry_triton import tree_sum
+from dsv4.kernels.fold_triton import fold_step
+from dsv4.metadata.plans import CompressorTarget, FoldPlan, OverlapPlan, RopeTable
+from dsv4.pool.base import KVPool
+from dsv4.pool.fold import fold_step as torch_fold_step
+from dsv4.pool.formats import PlainRows, RowFormat
+from dsv4.testing.compress_bench import CompressBench, Variant
+from dsv4.testing.kernel_setup import INDEX_FORMATS, NO_ROWS, ROW_FORMATS, ints, within_a_step
+from dsv4.testing.memory import GuardedView, guarded_view, poisoned, same_bytes
+from dsv4.testing.models import page_tokens_of, pool_config, small_model
+from dsv4.testing.player import build_builder, build_pool
+from tests.metadata.forwards import batch_of, set_length
+
+CSA, HCA = LayerKind.CSA, LayerKind.HCA
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+STEP = {"fp32": 2.0**-3, "bf16": 2.0**-3, "fp8": 2.0**-3, "fp4": 0.5}
+"""Of values rounded to fp8 or fp4 on the other side of a border."""
+PLAIN_STEP = {"fp32": 2e-5, "bf16": 2.0**-7}
+EPS = 1e-6
+CONTEXT = 400
+
+
+@frozen(kw_only=True)
+class Case:
+    """One forward of one compressor, with the lengths that its slots have reached."""
+
+    kind: LayerKind
+    ratio: int
+    margin: int
+    dim: int
+    rope: int
+    form: str
+    indexer: bool
+    rounding: Rounding
+    columns: tuple[int, int]
+    """Spare columns in front of the projection and behind it."""
+    lengths: tuple[int, ...]
+    sizes: tuple[tuple[int, int], ...]
+    padding: int
+    seed: int
+
+    @property
+    def row_format(self) -> RowFormat:
+        if self.indexer:
+            return INDEX_FORMATS[self.form](self.dim)
+        return ROW_FORMATS[self.form](self.dim, self.rope)
+
+    @property
+    def channels(self) -> int:
+        """Of the projection."""
+        return self.dim * (4 if self.kind is CSA else 2)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kind, margin = draw(st.sampled_from([CSA, HCA])), draw(st.integers(1, 5))
+    ratios = [4, 4, 1, 3, 7] if kind is CSA else [16, 16, 1, 3, 4, 7, 128]
+    indexer = kind is CSA and draw(st.booleans())
+    if indexer:
+        dim, rope = draw(st.sampled_from([(32, 8), (64, 64), (128, 32)]))
+        form, rounding = draw(st.sampled_from(sorted(INDEX_FORMATS))), Rounding.HADAMARD_FP4
+    else:
+        dim, rope = draw(st.sampled_from([(24, 8), (130, 16), (29, 6), (70, 2), (192, 64)]))
+        form = draw(st.sampled_from(sorted(ROW_FORMATS)))
+        rounding = draw(st.sampled_from([Rounding.NONE, Rounding.FP8]))
+    lengths = draw(st.lists(st.integers(0, 200), min_size=1, max_size=4))
+    slots = draw(st.permutations(range(len(lengths))))[: draw(st.integers(1, len(lengths)))]
+    most = [0, 1, 1, margin] if draw(st.booleans()) else [0, 1, margin, margin + 1, 19, 40]
+    sizes = [(slot, draw(st.sampled_from(most))) for slot in slots]
+    if draw(st.booleans()):
+        sizes.insert(draw(st.integers(0, len(sizes))), (-1, draw(st.integers(0, 2))))
+    return Case(
+        kind=kind, ratio=draw(st.sampled_from(ratios)), margin=margin, dim=dim, rope=rope, form=form,
+        indexer=indexer, rounding=rounding, columns=draw(st.sampled_from([(0, 0), (16, 32), (3, 5)])),
+        lengths=tuple(lengths), sizes=tuple(sizes), padding=draw(st.sampled_from([0, 0, 3])),
+        seed=draw(st.integers(0, 99)),
+    )  # fmt: skip
+
+
+@frozen(kw_only=True, eq=False)
+class Tables:
+    """Everything that a compressor writes, guarded."""
+
+    state: GuardedView
+    entries: GuardedView
+    accumulators: GuardedView
+
+    def all(self) -> tuple[GuardedView, ...]:
+        return self.state, self.entries, self.accumulators
+
+    def rows(self) -> list[Tensor]:
+        return [table.rows() for table in self.all()]
+
+    def changed(self, before: Sequence[Tensor]) -> list[list[int]]:
+        """Rows of each table; fails if a guard was hit."""
+        return [table.changed(rows) for table, rows in zip(self.all(), before, strict=True)]
+
+
+class Inputs:
+    """A case's plan, made by the pool's own builder, and what a kernel is given with it."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.generator = case, torch.Generator().manual_seed(case.seed)
+        self.pool, self.plan, self.entry_loc_E = self._planned()
+        factor = 2 if case.kind is CSA else 1
+        self.ape_MC = self.randn(case.ratio, factor * case.dim)
+        self.norm = self.randn(case.dim).abs() + 0.3
+        num_tokens = self.plan.state_loc_T.shape[0]
+        left, right = case.columns
+        whole = poisoned((num_tokens, left + case.channels + right), torch.float32, DEVICE)
+        self.projected_TC = whole[:, left : left + case.channels]
+        self.projected_TC.copy_(self.randn(num_tokens, case.channels))
+        if case.padding:  # padding tokens are nobody's: their projections may hold anything
+            self.projected_TC[-case.padding :] = torch.nan
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(DEVICE)
+
+    def _planned(self) -> tuple[KVPool, OverlapPlan | FoldPlan, Tensor]:
+        case = self.case
+        model = small_model([(case.kind, case.ratio)], drafts=0)
+        config = pool_config(
+            UnifiedPoolConfig, model, max_requests=5, max_context=CONTEXT,
+            in_place_tokens=case.margin, page_tokens=page_tokens_of(model, 20),
+        )  # fmt: skip
+        pool = build_pool(config, model, DEVICE)
+        for length in case.lengths:
+            slot = pool.acquire()
+            pool.reserve(slot, CONTEXT)
+            set_length(pool, slot, length)
+        builder = build_builder(pool)
+        builder.prepare(batch_of(case.sizes, case.padding))
+        meta = builder.metadata.for_layer(0, builder.fill())
+        target = meta.index if case.indexer else meta.main
+        assert meta.state_plan is not None
+        assert target is not None
+        angle = 3 * self.randn(target.entry_loc_E.shape[0], case.rope // 2)
+        rope = RopeTable(angle.cos(), angle.sin())
+        return pool, attrs.evolve(meta.state_plan, entry_rope=rope), target.entry_loc_E
+
+    def tables(self) -> Tables:
+        """State that the plan reads is random, all else is poison."""
+        case, geometry = self.case, self.pool.geometry
+        folds = isinstance(self.plan, FoldPlan)
+        ring = geometry.in_place_tokens if folds else geometry.overlap_rows(case.ratio)
+        num_state, spare = geometry.max_requests * ring, 0 if case.columns[0] == 3 else 4
+        state = guarded_view(
+            PlainRows(torch.float32, case.channels), num_state, DEVICE, spare_columns=spare
+        )
+        source = self.plan.source_SJ if isinstance(self.plan, FoldPlan) else self.plan.source_EM
+        read = source[(source >= 0) & (source < num_state)].unique().cpu()
+        generator = torch.Generator().manual_seed(case.seed + 1)
+        values = torch.randn(num_state, case.channels, generator=generator)[read]
+        state.view.storage[read.to(DEVICE)] = values.to(DEVICE)
+        accumulators = guarded_view(
+            PlainRows(torch.float32, 3 * case.dim + 1), geometry.max_requests, DEVICE
+        )
+        drawn = torch.randn(geometry.max_requests, 3 * case.dim, generator=generator)
+        drawn[:, case.dim : 2 * case.dim].abs_().add_(0.1)
+        accumulators.view.storage[:, :-1] = drawn.to(DEVICE)
+        # as many tokens as earlier forwards can have made final
+        folded = [
+            max(0, n - random.Random(i).randint(0, case.margin)) for i, n in enumerate(case.lengths)
+        ]
+        accumulators.view.storage[:, -1] = 0
+        accumulators.view.storage[: len(folded), -1] = ints(folded, DEVICE).float()
+        num_entries = geometry.entry_base + geometry.entry_rows(case.ratio)
+        entries = guarded_view(case.row_format, num_entries, DEVICE, spare_columns=64)
+        return Tables(state=state, entries=entries, accumulators=accumulators)
+
+    def run(self, kernel: CompressKernel, tables: Tables) -> None:
+        num = self.entry_loc_E.shape[0]
+        target = CompressorTarget(
+            state_view=tables.state.view,
+            entry_view=tables.entries.view,
+            entry_loc_E=self.entry_loc_E,
+            pooled_EC=poisoned((num, self.case.dim), torch.float32, DEVICE),
+            accumulator_view=tables.accumulators.view if self.case.kind is HCA else None,
+        )
+        call = kernel.fold if self.case.kind is HCA else kernel.overlap
+        call(
+            self.projected_TC, ape_MC=self.ape_MC, norm=self.norm, eps=EPS, plan=self.plan,  # type: ignore[arg-type]
+            target=target, rounding=self.case.rounding,
+        )  # fmt: skip
+
+    def entries(self, tables: Tables) -> Tensor:
+        """fp32 values of the entries that the plan closes."""
+        return tables.entries.view.read(self.entry_loc_E[self.entry_loc_E >= 0])
+
+
+def check_accumulators(actual: Tensor, wanted: Tensor, rows: Sequence[int]) -> None:
+    """Maxima and counts to the last bit, sums within the exponential's error."""
+    dim = actual.shape[1] // 3
+    for row in rows:
+        assert torch.equal(actual[row, :dim], wanted[row, :dim])
+        assert actual[row, -1] == wanted[row, -1]
+        torch.testing.assert_close(actual[row, dim:-1], wanted[row, dim:-1], rtol=2e-5, atol=2e-6)
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_compress_does_what_the_reference_does_and_touches_nothing_else(case: Case) -> None:
+    inputs = Inputs(case)
+    ours, theirs = inputs.tables(), inputs.tables()
+    before = ours.rows()
+    inputs.run(TritonCompress(), ours)
+    inputs.run(TorchCompress(), theirs)
+
+    assert ours.changed(before) == theirs.changed(before)
+    assert same_bytes(ours.state.rows(), theirs.state.rows())
+    every = range(ours.accumulators.view.num_rows)
+    check_accumulators(
+        ours.accumulators.view.storage.cpu(), theirs.accumulators.view.storage.cpu(), every
+    )
+    plain = case.rounding is Rounding.NONE and case.form in PLAIN_STEP
+    step = PLAIN_STEP[case.form] if plain else STEP[case.form]
+    within_a_step(inputs.entries(ours), inputs.entries(theirs), step=step, share=0.05)
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", [CSA, HCA])
+def test_nothing_is_computed_on_bf16(
+    kind: LayerKind, form: str, no_bf16_arithmetic: object
+) -> None:
+    for size, indexer in ((1, False), (19, kind is CSA)):
+        case = Case(
+            kind=kind, ratio=4, margin=1, dim=64, rope=8, form=form, indexer=indexer,
+            rounding=Rounding.HADAMARD_FP4 if indexer else Rounding.FP8, columns=(0, 0), lengths=(7,),
+            sizes=((0, size),), padding=0, seed=1,
+        )  # fmt: skip
+        inputs = Inputs(case)
+        tables = inputs.tables()
+        inputs.run(TritonCompress(), tables)
+        assert not inputs.entries(tables).isnan().any()
+
+
+# the same bits however the tokens came
+
+ARRIVALS = [
+    (Variant(kind=CSA, ratio=4, margin=1), "bf16", Rounding.FP8, False),
+    (Variant(kind=CSA, ratio=4, margin=3), "fp4", Rounding.HADAMARD_FP4, True),
+    (Variant(kind=CSA, ratio=7, margin=2), "fp32", Rounding.NONE, False),
+    (Variant(kind=HCA, ratio=16, margin=1), "fp8", Rounding.FP8, False),
+    (Variant(kind=HCA, ratio=7, margin=4), "fp32", Rounding.NONE, False),
+    (Variant(kind=HCA, ratio=3, margin=5), "bf16", Rounding.NONE, False),
+]
+
+
+@pytest.mark.parametrize(("variant", "form", "rounding", "indexer"), ARRIVALS, ids=str)
+def test_every_byte_is_the_same_token_by_token_and_in_any_chunks(
+    variant: Variant, form: str, rounding: Rounding, indexer: bool
+) -> None:
+    """Entries, state and accumulators: of forwards in place, of chunks, and of chunks that go on within a window."""
+    total = 2 * variant.ratio + 2 * variant.margin + 9
+
+    def played(size: Callable[[], int]) -> list[Tensor]:
+        bench = CompressBench(
+            TritonCompress(), variant, DEVICE, format_name=form, dim=64, indexer=indexer
+        )
+        while (left := total - bench.lengths[1]) > 0:
+            bench.forward({1: min(left, size())}, rounding=rounding)
+        assert bench.closed(1)
+        return bench.memory()
+
+    wanted = played(lambda: 1)
+    for seed in range(3):
+        source = random.Random(seed)
+        sizes = [1, variant.margin, variant.margin + 1, variant.ratio + 2, total][seed:]
+        actual = played(lambda: source.choice(sizes))  # noqa: B023
+        assert all(same_bytes(a, b) for a, b in zip(actual, wanted, strict=True))
+
+
+STATE_ROWS = 11
+"""State rows that drawn segments read."""
+
+
+class Segments:
+    """Fold segments of requests whose tokens lie anywhere: state rows, tokens of this forward in runs, alone or with
+    gaps, and what is no row. An accumulator may have folded any number of a window's tokens."""
+
+    def __init__(self, ratio: int, num_requests: int, seed: int) -> None:
+        self.source, self.ratio, self.each = random.Random(seed), ratio, ratio + 3
+        self.num_tokens = num_requests * self.each
+        self.num_rows = STATE_ROWS + self.num_tokens
+        self.bad = [*NO_ROWS, self.num_rows + self.num_tokens]
+        self.positions: list[int] = []
+        self.counts: list[int] = []
+        windows: list[tuple[int, int]] = []
+        own, indptr, folded = [], [0], []
+        for request in range(num_requests):
+            first, closing = self.source.randrange(3), self.source.randrange(3)
+            start = ratio * first + self.source.randrange(ratio)
+            # neighbouring tokens have neighbouring positions
+            self.positions += range(start, start + self.each)
+            windows += [(request, ratio * (first + i)) for i in range(closing)]
+            indptr.append(len(windows))
+            own.append((request, ratio * (first + closing)))
+            self.counts.append(max(0, ratio * first + self.source.randint(-2, 2 * ratio)))
+            folded.append(ratio * (first + closing) + self.source.randrange(ratio))
+        # lanes that close nothing, as where the host knows an upper bound alone
+        spare = [(-1, 0)] * self.source.randrange(2)
+        self.num_closing = len(windows) + len(spare)
+        self.entry_locs = [*range(len(windows)), *[-1] * len(spare)]
+        self.plan = self._plan([*windows, *spare, *own], indptr, folded)
+
+    def _line(self, request: int, start: int) -> list[tuple[int, int]]:
+        """(row, position) of each step of a segment."""
+        whole = self.source.random() < 0.5
+        token = request * self.each + self.source.randrange(self.each)
+        line = []
+        for j in range(self.ratio):
+            kind = "own" if whole else self.source.choice(["own", "state", "none"])
+            if j == 0 and self.source.random() < 0.3:
+                kind = "state"
+            at = min(token + j, (request + 1) * self.each - 1)
+            if request < 0 or kind == "none":
+                line.append((self.source.choice(self.bad), start + j))
+            elif kind == "own":
+                line.append((self.num_rows + at, self.positions[at]))
+            else:
+                line.append((self.source.randrange(STATE_ROWS), start + j))
+        return line
+
+    def _plan(
+        self, segments: list[tuple[int, int]], indptr: list[int], folded: list[int]
+    ) -> FoldPlan:
+        num_requests = len(folded)
+        lines = [self._line(*segment) for segment in segments]
+        angle = torch.linspace(-3, 3, 4 * self.num_closing, device=DEVICE).view(-1, 4)
+        # behind the rows that are read: what a program reads must not depend on which runs first
+        locs = [
+            STATE_ROWS + t if t % 3 else self.source.choice(NO_ROWS) for t in range(self.num_tokens)
+        ]
+
+        def table(column: int) -> Tensor:
+            flat = [step[column] for line in lines for step in line]
+            return ints(flat, DEVICE).view(-1, self.ratio)
+
+        return FoldPlan(
+            ratio=self.ratio,
+            in_place=False,
+            starts_B1=ints([self.each * b for b in range(num_requests + 1)], DEVICE),
+            closing_indptr_B1=ints(indptr, DEVICE),
+            ape_row_T=ints([p % self.ratio for p in self.positions], DEVICE),
+            state_loc_T=ints(locs, DEVICE),
+            source_SJ=table(0),
+            position_SJ=table(1),
+            start_S=ints([start for _, start in segments], DEVICE),
+            accumulator_row_S=ints([request for request, _ in segments], DEVICE),
+            accumulator_loc_B=ints(range(num_requests), DEVICE),
+            folded_B=ints(folded, DEVICE),
+            entry_rope=RopeTable(angle.cos(), angle.sin()),
+        )
+
+    def fold(self, kernel: CompressKernel, plan: FoldPlan) -> list[Tensor]:
+        """fp32 accumulators, state and entries after a fold of random rows."""
+        generator, dim = torch.Generator().manual_seed(self.num_tokens), 20
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(DEVICE)
+
+        forms = [PlainRows(torch.float32, width) for width in (3 * dim + 1, 2 * dim, dim)]
+        sizes = [len(self.counts), self.num_rows, self.num_closing + 1]
+        tables = [
+            guarded_view(form, num, DEVICE, spare_columns=4)
+            for form, num in zip(forms, sizes, strict=True)
+        ]
+        accumulators, state, entries = (table.view for table in tables)
+        accumulators.storage[:, :-1] = randn(len(self.counts), 3 * dim).abs() + 0.1
+        accumulators.storage[:, -1] = ints(self.counts, DEVICE).float()
+        state.storage[:STATE_ROWS] = randn(STATE_ROWS, 2 * dim)
+        kernel.fold(
+            randn(self.num_tokens, 2 * dim), ape_MC=randn(self.ratio, dim), norm=randn(dim), eps=EPS, plan=plan,
+            rounding=Rounding.NONE,
+            target=CompressorTarget(
+                state_view=state, entry_view=entries, accumulator_view=accumulators,
+                entry_loc_E=ints(self.entry_locs, DEVICE),
+                pooled_EC=poisoned((self.num_closing, dim), torch.float32, DEVICE),
+            ),
+        )  # fmt: skip
+        assert all(table.memory.intact() for table in tables)
+        return [accumulators.storage.cpu(), state.storage.cpu(), entries.storage.cpu()]
+
+
+@settings(max_examples=16)
+@given(st.sampled_from([1, 3, 7, 9]), st.integers(1, 2), st.integers(0, 9999))
+def test_segments_of_tokens_from_anywhere_fold_alike_in_place_and_in_chunks(
+    ratio: int, num_requests: int, seed: int
+) -> None:
+    drawn = Segments(ratio, num_requests, seed)
+    plan = drawn.plan
+    chunks = drawn.fold(TritonCompress(), plan)
+    in_place = drawn.fold(TritonCompress(), attrs.evolve(plan, in_place=True))
+    assert all(same_bytes(a, b) for a, b in zip(chunks, in_place, strict=True))
+
+    legal = (plan.source_SJ >= 0) & (plan.source_SJ < drawn.num_rows + drawn.num_tokens)
+    clean = attrs.evolve(plan, source_SJ=plan.source_SJ.where(legal, -1))
+    wanted = drawn.fold(TorchCompress(), clean)
+    check_accumulators(chunks[0], wanted[0], range(num_requests))
+    assert same_bytes(chunks[1], wanted[1])
+    # windows without a token have no entry: 0 / 0
+    torch.testing.assert_close(chunks[2], wanted[2], rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("row", [-(2**31), -1, 2, 2**31 - 1])
+def test_an_accumulator_without_a_row_is_written_nowhere(row: int, in_place: bool) -> None:
+    drawn = Segments(3, 2, seed=3)
+    plan = attrs.evolve(drawn.plan, in_place=in_place, accumulator_loc_B=ints([0, row], DEVICE))
+    accumulators = drawn.fold(TritonCompress(), plan)[0]
+    everywhere = drawn.fold(TritonCompress(), drawn.plan)[0]
+    nowhere = drawn.fold(TritonCompress(), attrs.evolve(plan, folded_B=plan.folded_B * 0))[0]
+    assert same_bytes(accumulators[0], everywhere[0])
+    assert same_bytes(accumulators[1], nowhere[1])
+    assert not same_bytes(nowhere[1], everywhere[1])
+
+
+# launches
+
+
+class Launches:
+    """Stands in for a kernel and counts."""
+
+    def __init__(self, kernel: object, counted: Counter[str], name: str) -> None:
+        self.kernel, self.counted, self.name = kernel, counted, name
+        self.arg_names = kernel.arg_names  # type: ignore[attr-defined]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        assert min(grid) > 0
+        self.counted[self.name] += 1
+        return self.kernel[grid]  # type: ignore[index]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    counted: Counter[str] = Counter()
+    for name in ("overlap_kernel", "fold_in_place_kernel", "fold_kernel", "finish_kernel"):
+        kernel = getattr(compress_triton, name)
+        monkeypatch.setattr(compress_triton, name, Launches(kernel, counted, name))
+    return counted
+
+
+@pytest.mark.parametrize("kind", [CSA, HCA])
+@pytest.mark.parametrize("length", [0, 15])
+def test_a_forward_in_place_is_one_launch_and_one_with_chunks_two(
+    kind: LayerKind, length: int, launches: Counter[str]
+) -> None:
+    bench = CompressBench(TritonCompress(), Variant(kind=kind, ratio=4, margin=2), DEVICE)
+    bench.lengths[1] = length
+    bench.forward({0: 1, 1: 2, 2: 0}, padding=2)
+    assert launches.total() == 1
+    bench.forward({0: 1, 1: 19, 2: 2})
+    assert launches.total() == 3
+    bench.forward({0: 0})
+    assert launches.total() <= 4
+
+
+def test_a_chunk_that_closes_no_window_advances_state_alone(launches: Counter[str]) -> None:
+    for kind, num in ((CSA, 1), (HCA, 2)):
+        launches.clear()
+        bench = CompressBench(TritonCompress(), Variant(kind=kind, ratio=16, margin=1), DEVICE)
+        bench.forward({0: 5})
+        assert launches.total() == num
+        bench.forward({0: 11})
+        torch.testing.assert_close(
+            bench.entries(0).double(), torch.tensor(bench.expected_entries(0), dtype=torch.float64),
+            rtol=1e-4, atol=1e-5,
+        )  # fmt: skip
+
+
+# device functions
+
+
+@triton.jit
+def _step_kernel(state_ptr, gate_ptr, value_ptr, out_ptr, N: tl.constexpr):
+    lane = tl.arange(0, N)
+    maximum, total, weighted = fold_step(
+        tl.load(state_ptr + lane),
+        tl.load(state_ptr + N + lane),
+        tl.load(state_ptr + 2 * N + lane),
+        tl.load(gate_ptr + lane),
+        tl.load(value_ptr + lane),
+    )
+    tl.store(out_ptr + lane, maximum)
+    tl.store(out_ptr + N + lane, total)
+    tl.store(out_ptr + 2 * N + lane, weighted)
+
+
+def test_a_fold_step_is_the_pools_own() -> None:
+    """The pool brings an accumulator up to the length that it exports with torch's."""
+    inf = torch.inf
+    state = torch.tensor([
+        [-inf, -inf, 0.5, 0.5, 0.5, 2.0, -3.0, 90.0],
+        [0.0, 0.0, 1.5, 1.5, 1.5, 3.0, 1.0, 2.0],
+        [0.0, 0.0, -4.0, -0.0, 4.0, 7.0, 0.1, 1.0],
+    ], device=DEVICE)  # fmt: skip
+    gate = torch.tensor([1.0, -inf, -inf, -inf, 0.5, 2.5, -3.2, -90.0], device=DEVICE)
+    value = torch.tensor([3.0, torch.nan, torch.nan, torch.inf, 2.0, -1.0, 0.3, 5.0], device=DEVICE)
+    out = torch.empty_like(state)
+    _step_kernel[(1,)](state, gate, value, out, N=8, **compress_triton.OPTIONS)
+    wanted = torch.stack(torch_fold_step(*state, gate, value))
+    assert same_bytes(out[:, :5], wanted[:, :5]), "no exponential but of 0: exact"
+    torch.testing.assert_close(out, wanted, rtol=1e-6, atol=0)
+
+
+@triton.jit
+def _sum_kernel(x_ptr, out_ptr, N: tl.constexpr, D: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, N)[:, None] * D + tl.arange(0, D)[None, :])
+    tl.store(out_ptr + tl.arange(0, N), tree_sum(x, N, D))
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 64, 512])
+def test_sums_add_neighbours_first(lanes: int) -> None:
+    x = torch.randn(2, lanes, generator=torch.Generator().manual_seed(lanes)).to(DEVICE)
+    out = torch.empty(2, device=DEVICE)
+    _sum_kernel[(1,)](x, out, N=2, D=lanes)
+    while x.shape[1] > 1:
+        x = x[:, ::2] + x[:, 1::2]
+    assert same_bytes(out, x[:, 0])
+
+
+def test_no_configuration_depends_on_the_batch() -> None:
+    """Deterministic mode needs one configuration a width."""
+    for dim, width, warps in ((512, 512, 4), (128, 128, 1), (24, 32, 1), (1000, 1024, 8)):
+        config = compress_triton.config_of(dim, hip=False, interpreted=False)
+        assert (config.width, config.num_warps) == (width, warps)
