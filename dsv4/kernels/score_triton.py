@@ -173,7 +173,7 @@ class Config:
 
 CHUNKS_PER_SM = 16
 """Programs to aim at: ragged lengths leave some of them without work."""
-RESIDENT = 4
+RESIDENT = 3
 """Programs that one SM holds at a time (key stages of shared memory); fewer than a full wave gain nothing."""
 LONG_RUN = 4
 """Key tiles that pay for a program's start: its query, its first page and the first key wait for each other."""
