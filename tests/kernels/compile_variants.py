@@ -26,9 +26,12 @@ def modules() -> Iterator[ModuleType]:
 
 
 def all_variants() -> list[KernelVariant]:
-    """What launchers can choose, by the table of each module that has one."""
-    tables = [module.variants() for module in modules() if hasattr(module, "variants")]
-    return [variant for table in tables for variant in table]
+    """What launchers can choose, by the table of each module that has one; a table may quote another module's."""
+    found: list[KernelVariant] = []
+    for module in modules():
+        table = module.variants() if hasattr(module, "variants") else ()
+        found += [variant for variant in table if variant not in found]
+    return found
 
 
 def compiled(variant: KernelVariant, target: str) -> dict[str, object]:

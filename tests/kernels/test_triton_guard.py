@@ -121,7 +121,7 @@ def test_every_kernel_runs_in_forwards_of_a_bf16_model_and_none_computes_on_bf16
 def _forwards(
     pool: type[dsv4.PoolConfig], row_format: str, index_format: str, deterministic: bool
 ) -> None:
-    """A chunk that closes windows, then one that goes on beside a new request's."""
+    """Two chunks, one of which closes windows, then a token each: what is done in place and what is not."""
     memory = pool(max_requests=2, max_context=256, row_format=row_format, index_format=index_format)
     config = dsv4.BackendConfig(
         pool=memory, kernels="triton", deterministic=deterministic, max_batch_tokens=64
@@ -131,7 +131,7 @@ def _forwards(
     for slot in slots:
         model.backend.pool.reserve(slot, 16)
     first, second = slots
-    for batch in ([(first, [5, 6, 7, 8, 9])], [(first, [10]), (second, [1, 2, 3])]):
+    for batch in ([(first, [5, 6, 7, 8, 9]), (second, [1, 2, 3])], [(first, [10]), (second, [4])]):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             logits = model.forward(dsv4.ForwardBatch.of(batch))
