@@ -35,12 +35,6 @@ NUM_ROWS = 90
 Lists = list[list[int]]
 
 
-@pytest.fixture(scope="module")
-def place() -> torch.device:
-    """As `device`, for tests that hypothesis repeats."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def draw(
     seed: int, *shape: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Tensor:
@@ -140,28 +134,28 @@ def index_lists(source: random.Random, tokens: int, longest: int, num_fresh: int
     options=st.sets(st.sampled_from(["rope", "lse", "space", "deterministic", "strided", "fp32"])),
 )
 def test_ragged_lists_of_any_shape_and_format_give_what_float64_gives(
-    place: torch.device, seed: int, name: str, shape: tuple[int, int], heads: int, tokens: int,
+    device: torch.device, seed: int, name: str, shape: tuple[int, int], heads: int, tokens: int,
     q_dtype: torch.dtype, fresh: bool, tables: int, options: set[str],
 ) -> None:  # fmt: skip
     (dim, rope_dim), source = shape, random.Random(seed)
     form = row_format(name, dim, rope_dim)
     value_dtype = form.value_dtype
-    fresh_TD = draw(seed, 4, dim, device=place, dtype=value_dtype) if fresh else None
+    fresh_TD = draw(seed, 4, dim, device=device, dtype=value_dtype) if fresh else None
     num_fresh = 4 if fresh else 0
-    first = Rows.filled(form, seed, place)
-    others = [first if source.random() < 0.5 else Rows.filled(form, i, place) for i in range(2)]
+    first = Rows.filled(form, seed, device)
+    others = [first if source.random() < 0.5 else Rows.filled(form, i, device) for i in range(2)]
     parts = [(first, index_lists(source, tokens, 70, num_fresh), fresh_TD)]
     parts += [(table, index_lists(source, tokens, 40, 0), None) for table in others[: tables - 1]]
-    q_THD = draw(seed + 1, tokens, heads, dim, device=place, dtype=q_dtype) / 4
-    rope = angles(tokens, rope_dim, place) if "rope" in options else None
-    space = space_of(tokens * heads * 8 * (dim + 2), place) if "space" in options else None
+    q_THD = draw(seed + 1, tokens, heads, dim, device=device, dtype=q_dtype) / 4
+    rope = angles(tokens, rope_dim, device) if "rope" in options else None
+    space = space_of(tokens * heads * 8 * (dim + 2), device) if "space" in options else None
     if "strided" in options:
         q_THD = strided(q_THD)
-    out_THD = poisoned(q_THD.shape, torch.float32 if "fp32" in options else q_dtype, place)
+    out_THD = poisoned(q_THD.shape, torch.float32 if "fp32" in options else q_dtype, device)
     if "strided" in options:
         out_THD = strided(out_THD)
-    lse_TH = poisoned([tokens, heads], torch.float32, place) if "lse" in options else None
-    sink_H = draw(seed + 2, heads, device=place)
+    lse_TH = poisoned([tokens, heads], torch.float32, device) if "lse" in options else None
+    sink_H = draw(seed + 2, heads, device=device)
     kernel = TritonAttention(deterministic="deterministic" in options)
     sources = [table.source(lists, own_TD) for table, lists, own_TD in parts]
     kernel.attend(
@@ -208,6 +202,7 @@ def spread_lists(tokens: int, *lengths: int) -> Lists:
     return [[(2 * (7 * t + i)) % NUM_ROWS for i in range(n)] for t, n in enumerate(lengths)]
 
 
+@pytest.mark.usefixtures("no_bf16_arithmetic")
 @pytest.mark.parametrize(
     ("name", "heads", "q_dtype", "tile", "parts"),
     [
@@ -257,6 +252,7 @@ def test_wide_tiles_are_split_where_narrow_ones_would_be_too_many(device: torch.
     assert_close(split_TH, whole_TH.cpu().double())
 
 
+@pytest.mark.usefixtures("no_bf16_arithmetic")
 @pytest.mark.parametrize(("dim", "rope_dim", "heads"), [(512, 64, 40), (80, 16, 17)])
 def test_deterministic_bits_do_not_depend_on_the_row_format_nor_on_where_a_row_lies(
     device: torch.device, dim: int, rope_dim: int, heads: int
