@@ -60,6 +60,12 @@ def add(commands: Commands) -> None:
         metavar="N",
         help="random ways to cut each prompt into chunks (default: %(default)s)",
     )
+    parser.add_argument(
+        "--longest",
+        type=int,
+        metavar="N",
+        help="leave out prompts of more than N tokens (default: none)",
+    )
     add_json(parser)
 
 
@@ -74,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         chunkings=args.chunkings,
         deterministic=args.deterministic,
+        longest=args.longest,
     )
     set_threads(args, _widest(Path(args.golden)))
     report = verify(args.golden, options, _progress)
@@ -122,6 +129,7 @@ def _document(
         "dtype": options.dtype,
         "chunkings": options.chunkings,
         "deterministic": options.deterministic,
+        "longest": options.longest,
         "tensors": [_row(check) for check in report.checks],
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -87,8 +88,9 @@ class _GoldenModel:
         self.folder, self.options = folder, options
         self.model = ModelConfig.from_json(folder / CONFIG).without_drafts()
         self.weights: Mapping[str, Tensor] = read_tensors(folder / WEIGHTS)
-        self.prompts = prompt_files(folder)
-        longest = max(_num_tokens(file) for file in self.prompts)
+        limit = math.inf if options.longest is None else options.longest
+        self.prompts = [file for file in prompt_files(folder) if _num_tokens(file) <= limit]
+        longest = max((_num_tokens(file) for file in self.prompts), default=0)
         self.max_context = longest + GREEDY_ROOM
         self._sessions: dict[str, tuple[Session, Session | None]] = {}
 
@@ -97,7 +99,7 @@ class _GoldenModel:
         for file in self.prompts:
             title = f"{name} {pool} {file.stem}"
             yield Job(title, lambda file=file: self._prompt(pool, file), name, pool)  # type: ignore[misc]
-        if (self.folder / DRAFT).is_file() and not self.options.by_layer:
+        if (self.folder / DRAFT).is_file() and self._draft_prompt() and not self.options.by_layer:
             yield Job(f"{name} {pool} mtp", lambda: self._drafts(pool), name, pool)
 
     def check_rope(self) -> Iterator[Check]:
@@ -121,13 +123,20 @@ class _GoldenModel:
         yield from PromptCheck(session, StoredTensors(file), self.options, plain).checks()
 
     def _drafts(self, pool: str) -> Iterator[Check]:
-        prompt = next((file for file in self.prompts if file.stem.startswith(PROMPT)), None)
+        prompt = self._draft_prompt()
+        assert prompt is not None
+        path, stored = self.folder / DRAFT, StoredTensors(prompt)
+        yield from check_drafts(self.model, self.weights, path, stored, pool, self.options)
+
+    def _draft_prompt(self) -> Path | None:
+        """The prompt that the draft tensors belong to; None if it is too long."""
+        files = prompt_files(self.folder)
+        prompt = next((file for file in files if file.stem.startswith(PROMPT)), None)
         if prompt is None:
             raise CheckpointError(
                 f"{self.folder}: {DRAFT} needs {PROMPT}*; give a whole golden folder"
             )
-        path, stored = self.folder / DRAFT, StoredTensors(prompt)
-        yield from check_drafts(self.model, self.weights, path, stored, pool, self.options)
+        return prompt if prompt in self.prompts else None
 
     def _session(self, pool: str) -> tuple[Session, Session | None]:
         """The model on a pool and, if it rounds its KV, the same without rounding."""

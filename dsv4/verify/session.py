@@ -45,6 +45,8 @@ class VerifyOptions:
     seed: int = 0
     """Of the chunkings."""
     deterministic: bool = False
+    longest: int | None = None
+    """Prompts of more tokens are left out."""
 
     @property
     def by_layer(self) -> bool:
