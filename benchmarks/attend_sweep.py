@@ -80,8 +80,11 @@ MANY = (
     Config("eager", evolve(WIDE, spread=False), 1),
     Config("spread", evolve(WIDE, eager=False), 1),
     Config("neither", evolve(WIDE, eager=False, spread=False), 1),
+    Config("32 rows, 4 stages", evolve(WIDE, rows=32, num_stages=4), 1),
     Config("planned, rope", rope=True),
 )
+MANY_PACKED = (*MANY, Config("3 stages", evolve(WIDE, num_stages=3), 1))
+"""Packed rows leave room for a third tile."""
 FEW = (
     PLANNED,
     Config("narrow", NARROW, 0),
@@ -108,10 +111,10 @@ SHAPES: tuple[tuple[Shape, tuple[Config, ...]], ...] = (
     (Shape("flash-context", 64, 128, 512, 4096, 1210.0, prefill=True), MANY),
     (Shape("pro-context", 128, 128, 1024, 4096, 4100.0, prefill=True), MANY),
     (Shape("flash-csa", 64, 128, 512, 1, 13.4, "fp8"), FEW),
-    (Shape("flash-csa", 64, 128, 512, 128, 47.4, "fp8"), MANY),
-    (Shape("flash-csa", 64, 128, 512, 256, 90.3, "fp8"), MANY),
-    (Shape("flash-csa", 64, 128, 512, 512, 175.0, "fp8"), MANY),
-    (Shape("pro-csa", 128, 128, 1024, 512, 402.3, "fp8"), MANY),
+    (Shape("flash-csa", 64, 128, 512, 128, 47.4, "fp8"), MANY_PACKED),
+    (Shape("flash-csa", 64, 128, 512, 256, 90.3, "fp8"), MANY_PACKED),
+    (Shape("flash-csa", 64, 128, 512, 512, 175.0, "fp8"), MANY_PACKED),
+    (Shape("pro-csa", 128, 128, 1024, 512, 402.3, "fp8"), MANY_PACKED),
 )
 
 
