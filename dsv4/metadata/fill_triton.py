@@ -28,6 +28,8 @@ from dsv4.pool.geometry import PoolGeometry
 KINDS = 16
 """More than there are, a power of two: a section's kind and ratio travel as one number."""
 NUM_KINDS = tl.constexpr(KINDS)
+SECTION_STEP = 16
+"""Sections are rounded up to a multiple, with empty ones at the end: models with nearly as many share a compilation."""
 NUM_WARPS = 4
 NUM_STAGES = 1
 """The loops are over requests: most have one iteration, there is nothing to prefetch."""
@@ -131,6 +133,10 @@ def _coded(number: int) -> int:
     return 2 * number + 3
 
 
+def _padded(num_sections: int) -> int:
+    return -(-num_sections // SECTION_STEP) * SECTION_STEP
+
+
 def _num_programs(kind: Kind, extent: int, shape: BatchShape, tiles: Tiles) -> int:
     """Programs of a section."""
     if kind <= Kind.LANES:
@@ -166,7 +172,9 @@ class TritonFill(FillKernel):
         }
         # they hold the frequencies, which the table addresses
         self._sections = make_sections(model, geometry, frequencies)
-        self._kinds_ratios = tuple(_coded(x.ratio * KINDS + x.kind) for x in self._sections)
+        self._spare = _padded(len(self._sections)) - len(self._sections)
+        kinds_ratios = [_coded(x.ratio * KINDS + x.kind) for x in self._sections]
+        self._kinds_ratios = (*kinds_ratios, *[_coded(0)] * self._spare)
         rows = [section.row(buffers) for section in self._sections]
         self._table = torch.tensor(rows, dtype=torch.int64, device=pool.device)
         self._names = [name for section in self._sections for name in section.buffers]
@@ -202,8 +210,8 @@ class TritonFill(FillKernel):
             shape.max_query_tokens,
             pool.block_table.stride(0),
             pool.block_table.shape[1],
-            tuple(begins),
-            tuple(extents),
+            (*begins, *[_coded(num_programs)] * self._spare),
+            (*extents, *[_coded(0)] * self._spare),
             self._kinds_ratios,
             **tiles.constexprs(),
             num_warps=NUM_WARPS,
@@ -212,13 +220,13 @@ class TritonFill(FillKernel):
 
 
 def variants() -> tuple[KernelVariant, ...]:
-    """Both tilings, for the published models: those have the same sections."""
+    """Both tilings, for the published models."""
     inputs = ("slots", "starts", "query_lengths", "lengths", "block_table")
     signature: dict[str, Any] = dict.fromkeys(inputs, "*i32") | {"table": "*i64"}
     signature |= dict.fromkeys(PLAIN_NUMBERS, "i32")
     found = {}
     for preset in ("flash", "pro"):
-        count = num_sections(ModelConfig.preset(preset))
+        count = _padded(num_sections(ModelConfig.preset(preset)))
         for name, tiles in (("decode", DECODE), ("prefill", PREFILL)):
             found[count, name] = KernelVariant(
                 name=f"fill_{name}_{count}",

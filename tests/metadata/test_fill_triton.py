@@ -289,7 +289,7 @@ def test_the_compiler_keeps_the_full_range_of_cos_and_sin() -> None:
     assert "sin.approx" not in run.stdout
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["committed", "num", "ratio", "cap", "full"])
 def _sum_kernel(out_ptr, committed, num, ratio, cap, full):
     tl.store(out_ptr, rows_below(committed, num, ratio, cap, full))
 
@@ -328,8 +328,10 @@ def test_the_number_of_sections_needs_no_pool(layers: Layers) -> None:
 
 
 def test_the_published_models_share_two_compiled_kernels() -> None:
-    assert num_sections(ModelConfig.preset("flash")) == num_sections(ModelConfig.preset("pro"))
     assert len(variants()) == 2
+    for preset in ("flash", "pro"):
+        model = ModelConfig.preset(preset)
+        assert num_sections(model) <= len(variants()[0].signature["begins"])
 
 
 def test_what_varies_from_step_to_step_is_never_compiled_in() -> None:
