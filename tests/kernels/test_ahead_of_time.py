@@ -16,8 +16,28 @@ from tests.kernels.compile_variants import all_variants, modules
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORKERS = 2
 MOST_VARIANTS = 60
-SPILLED: dict[tuple[str, str], int] = {}
-"""(variant, target) -> bytes a thread may spill, where it is not 0; each with its reason."""
+SPILLED: dict[tuple[str, str], int] = {
+    # 64 query heads of fp32 accumulators fill the register file; what spills is read once a tile of 64 rows.
+    ("attend-pro-parts", "sm_90"): 16,
+    ("attend-pro-fp8", "sm_90"): 40,
+    ("attend-pro-fp8-chunk", "sm_90"): 200,
+    ("attend-pro-fp8-blackwell", "sm_100"): 488,
+    ("attend-pro-fp8-hip", "gfx942"): 8,
+    # A tile of keys and its scales are held ahead of the dot.
+    ("score-fp8-2", "sm_100"): 128,
+    # The row of candidates stays in registers between the rounds; triton 3.6 sorts them with more temporaries.
+    ("select narrow", "sm_100"): 24,
+    ("select narrow and finish", "sm_90"): 744,
+    ("select narrow and finish", "sm_100"): 888,
+    ("select narrow and finish", "gfx942"): 216,
+    ("select narrow and finish", "gfx950"): 216,
+    # Scalar sections in one kernel, a program each: pointers of the sections that a program does not run.
+    ("fill_decode_16", "sm_90"): 40,
+    ("fill_decode_16", "sm_100"): 40,
+    ("fill_prefill_16", "sm_90"): 32,
+    ("fill_prefill_16", "sm_100"): 32,
+}
+"""(variant, target) -> bytes a thread may spill, where it is not 0: the most of triton 3.6.0 and 3.9.0."""
 
 
 def test_a_gpu_sees_at_most_60_variants_each_with_its_own_name() -> None:
@@ -54,6 +74,11 @@ def test_every_variant_compiles_for_its_targets_within_shared_memory_and_without
     wanted = sum(len(variant.targets) for variant in all_variants())
     assert len(reports) == wanted, "a compiler process died"
     assert [problem for report in reports if (problem := _problem(report))] == []
+
+
+def test_the_table_of_spills_names_variants_that_exist() -> None:
+    known = {(variant.name, target) for variant in all_variants() for target in variant.targets}
+    assert sorted(SPILLED.keys() - known) == []
 
 
 def _problem(report: dict[str, Any]) -> str | None:
