@@ -17,21 +17,21 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 WORKERS = 2
 MOST_VARIANTS = 60
 SPILLED: dict[tuple[str, str], int] = {
-    # 64 query heads of fp32 accumulators fill the register file; what spills is read once a tile of 64 rows.
+    # 255 registers, all that a thread may have (on AMD 337).
     ("attend-pro-parts", "sm_90"): 16,
     ("attend-pro-fp8", "sm_90"): 40,
     ("attend-pro-fp8-chunk", "sm_90"): 200,
     ("attend-pro-fp8-blackwell", "sm_100"): 488,
     ("attend-pro-fp8-hip", "gfx942"): 8,
-    # A tile of keys and its scales are held ahead of the dot.
+    # 255 registers as well; on Hopper the same tile does not spill.
     ("score-fp8-2", "sm_100"): 128,
-    # The row of candidates stays in registers between the rounds; triton 3.6 sorts them with more temporaries.
+    # 255 and 512 registers; the larger numbers are triton 3.6's.
     ("select narrow", "sm_100"): 24,
     ("select narrow and finish", "sm_90"): 744,
     ("select narrow and finish", "sm_100"): 888,
     ("select narrow and finish", "gfx942"): 216,
     ("select narrow and finish", "gfx950"): 216,
-    # Scalar sections in one kernel, a program each: pointers of the sections that a program does not run.
+    # Triton 3.6 only, far below the limit of registers: a stack frame, not lack of room.
     ("fill_decode_16", "sm_90"): 40,
     ("fill_decode_16", "sm_100"): 40,
     ("fill_prefill_16", "sm_90"): 32,
