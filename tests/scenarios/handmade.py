@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dsv4.metadata.buffers import select_scratch
 from dsv4.metadata.plans import IndexStream, ScoreInputs, SelectOutput, Source
 from dsv4.pool.base import KVView
 from dsv4.pool.formats import PlainRows
@@ -101,7 +102,9 @@ def select_output(num_visible: Sequence[int], topk: int, entries: int) -> Select
     indices = torch.full((len(sizes) * topk_width,), POISON_INT, dtype=torch.int32)
     return SelectOutput(
         stream=IndexStream(indptr, indices, topk_width),
-        scratch=torch.full((4096,), 2**31 - 1, dtype=torch.int32),
+        scratch=torch.full(
+            (select_scratch(len(sizes) * entries, len(sizes), topk),), POISON_INT, dtype=torch.int32
+        ),
         lane_TK=torch.tensor(lanes, dtype=torch.int32).view(len(sizes), topk_width),
         rows=one_page(entries),
     )
