@@ -53,8 +53,10 @@ class TorchStore(StoreKernel):
         kv = heads[:, -1]
         rope_dim = 2 * rope.cos_TP.shape[-1]
         kv = rounded(kv, rounding, rope_dim=rope_dim, value_dtype=view.format.value_dtype)
+        # a packed row may encode one value in two ways: what is stored is what a tail store of the fresh row would store
+        kv = view.format.round(kv)
         if fresh_TD is not None:
-            fresh_TD.copy_(view.format.round(kv))
+            fresh_TD.copy_(kv)
         view.write(store_loc_T, kv)
         return heads[:, :-1].to(q_THD.dtype)
 
