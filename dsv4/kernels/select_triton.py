@@ -43,6 +43,8 @@ class SelectTiles:
     maximum bounds little."""
     fold: int = 8
     """Entries of a group: 64 scores in a thread's registers leave room for two programs on an SM."""
+    list_fold: int = 4
+    """The same of a tile that narrows lists, whose entries take registers too."""
     small_lanes: int = 128
     small: tuple[int, ...] = (2048, 4096)
     """Candidates that an exact search takes: two full lists of Flash, of Pro. The last: at least as many as groups."""
@@ -80,7 +82,7 @@ def plan_select(tiles: SelectTiles, num_entries: int, topk: int) -> SelectPlan:
     candidates = chunks * 2 * topk if chunks else num_entries
     fits = [size for size in tiles.small if size >= candidates]
     size = fits[0] if fits else largest
-    lanes, fold = (tiles.small_lanes, 0) if fits else (tiles.lanes, tiles.fold)
+    lanes, fold = (tiles.small_lanes, 0) if fits else (tiles.lanes, tiles.list_fold)
     return SelectPlan(
         chunks=chunks, direct=size, lanes=lanes, fold=fold, small=size // (lanes * RUN_LENGTH)
     )
@@ -310,7 +312,9 @@ def variants() -> tuple[KernelVariant, ...]:
     widest = tiles.small[-1] // tiles.groups
     return (
         *_variants("narrow", _narrow_kernel, tiles.lanes, FOLD=tiles.fold),
-        *_variants("narrow and finish", _finish_kernel, tiles.lanes, FOLD=tiles.fold, SMALL=widest),
+        *_variants(
+            "narrow and finish", _finish_kernel, tiles.lanes, FOLD=tiles.list_fold, SMALL=widest
+        ),
         *(
             variant
             for size in tiles.small

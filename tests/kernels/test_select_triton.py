@@ -31,7 +31,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INF, NAN = math.inf, math.nan
 TINY = SelectTiles(lanes=2, fold=4, small_lanes=2, small=(16, 32), scan=16)
 """Chunks of 64 entries; an exact search takes 32; more than 8 picks go to the kernel for any number."""
-WIDE = SelectTiles(lanes=4, fold=2, small_lanes=2, small=(16, 32), scan=64)
+WIDE = SelectTiles(lanes=4, fold=2, list_fold=2, small_lanes=2, small=(16, 32), scan=64)
 PER_PAGE, BASE, SLOTS = 7, 50, 3
 
 
@@ -202,7 +202,7 @@ def test_lists_that_exceed_one_tile_are_narrowed_again() -> None:
     """Of 700 entries 11 chunks leave 16 candidates each, then three tiles of 64, then one."""
     plan = plan_select(TINY, 700, 8)
     assert plan.chunks * 16 > TINY.block
-    assert plan.fold == TINY.fold
+    assert plan.fold == TINY.list_fold
     kinds = ["random", "equal", "mostly nothing", "ascending"]
     _case(kinds, [700, 699, 640, 70], 8, 700, seed=1).check(TINY)
 
