@@ -58,7 +58,13 @@ def _queries_kernel(
     # Threads that hold copies of one value must all have read it before one of them writes.
     tl.debug_barrier()
     if CODES:
-        x = round_bf16(x)
+        # Through memory: the compiler would compute all above twice, for the codes and in the layout of the scales.
+        tl.store(
+            q_ptr + place[:, None] + lane, cast(round_bf16(x), q_ptr.dtype.element_ty), mask=keep
+        )
+        tl.debug_barrier()
+        x = to_fp32(tl.load(q_ptr + place[:, None] + lane, mask=keep, other=0.0))
+        tl.debug_barrier()
         scales = fp8_scale(x, lane < DIM, N, D, D)
         code = encode_e4m3(scaled_fp8(x, scales, N, D, D))
         item: tl.constexpr = 4 if KIND == FP32 else 2

@@ -244,10 +244,11 @@ def test_any_tiling_gives_the_same_scores(data: st.DataObject, device: torch.dev
     batch = data.draw(batches(table))
     case = Case.build(table, batch, device)
     kernel, block_n = TritonScore(), data.draw(st.sampled_from((16, 32, 64)))
-    tokens, chosen = data.draw(st.sampled_from((1, 2, 4))), score_triton._config
+    tokens, products = data.draw(st.sampled_from(((1, 1), (2, 1), (4, 1), (2, 2), (4, 2))))
+    chosen = score_triton._config
 
     def config(**facts: Any) -> score_triton.Config:
-        return evolve(chosen(**facts), block_n=block_n, tokens=tokens)
+        return evolve(chosen(**facts), block_n=block_n, tokens=tokens, products=products)
 
     chunk = data.draw(st.integers(1, 3)) * block_n
     with (
@@ -438,19 +439,36 @@ def test_queries_turn_as_the_reference_turns_them(
 @given(
     groups=st.integers(1, 5000),
     entries=st.integers(1, 1 << 20),
-    block_n=st.sampled_from((32, 64, 128)),
+    run=st.integers(1, 5),
+    native=st.booleans(),
+    wide=st.booleans(),
     sms=st.sampled_from((1, 20, 132)),
 )
 @settings(max_examples=200, derandomize=True, deadline=None)
 def test_chunks_are_whole_tiles_and_fill_the_chip(
-    groups: int, entries: int, block_n: int, sms: int
+    groups: int, entries: int, run: int, native: bool, wide: bool, sms: int
 ) -> None:
-    chunk = score_triton._chunk(groups, entries, block_n, sms)
-    assert chunk % block_n == 0
-    assert block_n <= chunk <= score_triton.MOST_TILES * block_n
-    tiles, chunks = -(-entries // block_n), -(-entries // chunk)
-    enough = min(groups * tiles, sms * score_triton.RESIDENT // 2)
-    assert groups * chunks >= min(enough, groups * tiles / score_triton.LONG_RUN)
+    config = score_triton._config(heads=64, native=native, wide=wide, run=run, hip=False)
+    chunk = score_triton._chunk(groups, entries, config, sms)
+    assert chunk % config.block_n == 0
+    assert config.block_n <= chunk <= max(config.tiles) * config.block_n
+    tiles, chunks = -(-entries // config.block_n), -(-entries // chunk)
+    # Programs for a third of the places at least, unless there are no more tiles than that.
+    assert groups * chunks >= min(groups * tiles, sms * min(config.resident, 4) / 3)
+
+
+@pytest.mark.parametrize(("run", "tokens"), [(1, 1), (2, 2), (3, 2), (4, 4), (9, 4)])
+def test_a_program_takes_no_more_tokens_than_a_request_has(run: int, tokens: int) -> None:
+    """Two of two products, where fp8 products are native: elsewhere two tokens at most."""
+
+    def chosen(*, native: bool, heads: int = 64) -> int:
+        return score_triton._config(
+            heads=heads, native=native, wide=False, run=run, hip=False
+        ).tokens
+
+    assert chosen(native=True) == tokens
+    assert chosen(native=False) == min(tokens, 2)
+    assert chosen(native=True, heads=65) == 1
 
 
 def test_published_indexers_take_one_or_two_runs_of_keys() -> None:
