@@ -207,8 +207,8 @@ class Config:
 ONE_WAVE = 4
 """Programs an SM that saturate its memory: while chunks are short, there are no more programs than that."""
 SHORT, MIDDLE, LONG = (16, 12), (32, 24), (512, 128)
-"""Tiles of a chunk: for one token, for a few in a row, for prompts. In decode, capacities may be many times the lengths,
-and short chunks spread what there is. Prompts take long ones: its queries cost a program several tiles' time."""
+"""Tiles of a chunk: for one token, a few in a row, prompts. In decode, capacities may be many times the lengths, and
+short chunks spread what there is. Prompts take long ones: its queries cost a program several tiles' time."""
 
 
 def _config(*, heads: int, native: bool, wide: bool, run: int, hip: bool) -> Config:
