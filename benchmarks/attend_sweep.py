@@ -25,7 +25,7 @@ import triton
 from attrs import asdict, evolve, frozen
 from torch import Tensor
 
-from dsv4.kernels.attend_plan_triton import NARROW, WIDE, Launch, Plan, Tile, plan
+from dsv4.kernels.attend_plan_triton import FEW, NARROW, WIDE, Launch, Plan, Tile, plan
 from dsv4.kernels.attend_triton import TritonAttention
 from dsv4.metadata.buffers import SPLIT_PROGRAMS
 from dsv4.metadata.plans import IndexStream, RopeTable, Source, Workspace
@@ -85,24 +85,33 @@ MANY = (
 )
 MANY_PACKED = (*MANY, Config("3 stages", evolve(WIDE, num_stages=3), 1))
 """Packed rows leave room for a third tile."""
-FEW = (
+FEW_TOKENS = (
     PLANNED,
     Config("narrow", NARROW, 0),
     Config("narrow, 8 warps", evolve(NARROW, num_warps=8), 0),
     Config("narrow 16 rows", evolve(NARROW, rows=16), 0),
     Config("narrow 64 rows", evolve(NARROW, rows=64, num_warps=8), 0),
+    Config("few, whole", FEW, 1),
+    Config("few, 2 tiles a part", FEW, -2),
+    Config("few, 4 tiles a part", FEW, -4),
+    Config("few, waiting, 2 tiles a part", evolve(FEW, eager=False), -2),
+    Config("few, 3 stages, 2 tiles a part", evolve(FEW, num_stages=3), -2),
+    Config("wide, whole", WIDE, 1),
     Config("wide, a tile a part", WIDE, 0),
     Config("wide 32 rows, a tile a part", evolve(WIDE, rows=32), 0),
-    Config("wide, half", WIDE, -2),
-    Config("wide, a third", WIDE, -3),
+    Config("wide, 2 tiles a part", WIDE, -2),
+    Config("wide, 3 tiles a part", WIDE, -3),
 )
 """Parts 0: one tile each; -n: n tiles each."""
 SHAPES: tuple[tuple[Shape, tuple[Config, ...]], ...] = (
-    (Shape("flash-csa", 64, 128, 512, 1, 8.5), FEW),
-    (Shape("flash-hca128k", 64, 128, 1024, 1, 10.0), FEW),
-    (Shape("flash-csa", 64, 128, 512, 8, 17.0), FEW),
-    (Shape("flash-csa", 64, 128, 512, 32, 22.3), FEW),
-    (Shape("pro-csa", 128, 128, 1024, 1, 14.8), FEW),
+    (Shape("flash-csa", 64, 128, 512, 1, 8.5), FEW_TOKENS),
+    (Shape("flash-hca128k", 64, 128, 1024, 1, 10.0), FEW_TOKENS),
+    (Shape("flash-csa", 64, 128, 512, 8, 17.0), FEW_TOKENS),
+    (Shape("flash-csa", 64, 128, 512, 32, 22.3), FEW_TOKENS),
+    (Shape("pro-csa", 128, 128, 1024, 1, 14.8), FEW_TOKENS),
+    (Shape("flash-hca8k", 64, 128, 64, 8, 11.3), FEW_TOKENS),
+    (Shape("flash-hca8k", 64, 128, 64, 32, 12.2), FEW_TOKENS),
+    (Shape("flash-hca8k", 64, 128, 64, 64, 13.9), (PLANNED, Config("wide, whole", WIDE, 1))),
     (Shape("flash-csa", 64, 128, 512, 64, 24.9), (PLANNED, Config("wide, whole", WIDE, 1))),
     (Shape("flash-csa", 64, 128, 512, 128, 48.0), MANY),
     (Shape("flash-csa", 64, 128, 512, 512, 172.0), MANY),
@@ -110,7 +119,7 @@ SHAPES: tuple[tuple[Shape, tuple[Config, ...]], ...] = (
     (Shape("pro-csa", 128, 128, 1024, 512, 540.0), MANY),
     (Shape("flash-context", 64, 128, 512, 4096, 1210.0, prefill=True), MANY),
     (Shape("pro-context", 128, 128, 1024, 4096, 4100.0, prefill=True), MANY),
-    (Shape("flash-csa", 64, 128, 512, 1, 13.4, "fp8"), FEW),
+    (Shape("flash-csa", 64, 128, 512, 1, 13.4, "fp8"), FEW_TOKENS),
     (Shape("flash-csa", 64, 128, 512, 128, 47.4, "fp8"), MANY_PACKED),
     (Shape("flash-csa", 64, 128, 512, 256, 90.3, "fp8"), MANY_PACKED),
     (Shape("flash-csa", 64, 128, 512, 512, 175.0, "fp8"), MANY_PACKED),
@@ -293,7 +302,7 @@ class Bench:
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) * 1000)
-        return statistics.median(times) / len(calls)
+        return float(statistics.median(times)) / len(calls)
 
     def _sink(self, call: Call) -> Tensor:
         return torch.linspace(-1, 2, call.q_THD.shape[1], device=self.device)

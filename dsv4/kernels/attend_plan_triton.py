@@ -5,8 +5,9 @@ Legend: T tokens, H heads, D head dim. Everything here follows from capacities a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from attrs import frozen
@@ -21,9 +22,9 @@ from dsv4.metadata.plans import IndexStream, Source
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 """Compute capabilities, from Hopper on with products of 64 heads at once and with dependent launches."""
 H200_PROCESSORS = 132
-FEW_PROGRAMS = 150
-"""Up to this many narrow programs of one tile each are faster than fewer wide ones: their groups of heads gather the
-same rows again, which only pays while processors are idle."""
+SPLIT_US, PART_US = 1.0, 0.06 / 64
+"""What splitting takes: once, and for each part of a token and head. Times are of an H200, fitted to what whole and
+split calls of 1 to 128 tokens took."""
 
 
 @frozen
@@ -38,14 +39,26 @@ class Tile:
     """Request the next tile's rows before this tile's products."""
     spread: bool = False
     """Spread the scores over the warpgroups, see `fold_tile`."""
+    plain_us: tuple[float, float] = (6.5, 3.1)
+    """Time of a program without tiles, and of each tile of plain rows."""
+    packed_us: tuple[float, float] = (7.3, 3.8)
+    """The same of packed rows."""
+
+    def time_us(self, num_tiles: int, *, packed: bool) -> float:
+        """Of programs that run side by side."""
+        start, tile = self.packed_us if packed else self.plain_us
+        return start + num_tiles * tile
 
 
 WIDE = Tile(64, 64, 8, num_stages=2, eager=True, spread=True)
 """wgmma takes 64 heads. Shared memory: q 64 KB, two tiles of 64 rows of 1 KB; the sums fill half the registers."""
 TENSOR_MEMORY = Tile(64, 32, 8, num_stages=3, eager=True)
 """Blackwell keeps the sums in memory of their own; 64 rows would spill registers."""
-NARROW = Tile(16, 32, 4)
-"""Few tokens, and GPUs without wgmma: 82 KB on NVIDIA, 32 KB on AMD."""
+NARROW = Tile(16, 32, 4, plain_us=(3.3, 2.1), packed_us=(4.3, 3.2))
+"""Parts of one tile, and GPUs without wgmma: 82 KB on NVIDIA, 32 KB on AMD."""
+FEW = Tile(16, 32, 4, num_stages=2, eager=True, plain_us=(4.0, 1.5), packed_us=(4.9, 2.7))
+"""Few tokens. As with NARROW, each group of heads gathers and unpacks the same rows again, which pays while processors
+are idle. Registers spill, yet waiting for each tile's rows takes longer, from two tiles on."""
 LONG = Tile(16, 16, 8)
 """Rows of more than 512 channels."""
 EXACT = Tile(16, 16, 4)
@@ -172,23 +185,39 @@ class Plan:
 
 
 def plan(q_THD: Tensor, launches: Sequence[Launch], scratch: Tensor | None) -> Plan:
-    """`scratch`: fp32 memory for partial results; without it no row is split."""
+    """The fastest by what tiles and parts take. `scratch`: fp32 memory for partial results; without it no row is split
+    and the tile is the same for all calls."""
     num_tokens, num_heads, dim = q_THD.shape
     exact = q_THD.dtype == torch.float32 or any(x.rows.kind == FP32.value for x in launches)
     tile = tile_for(dim, num_heads, q_THD.device, exact=exact)
     if scratch is None or len(launches) > 1:
         return Plan(tile, exact)
     most = min(MAX_SPLITS, scratch.numel() // (num_tokens * num_heads * (dim + 2)))
-    if tile in (WIDE, TENSOR_MEMORY):
-        parts = launches[0].num_tiles(NARROW.rows)
-        programs = num_tokens * -(-num_heads // NARROW.heads) * parts
-        if parts <= most and programs <= FEW_PROGRAMS:
-            return Plan(NARROW, exact, parts)
-    tiles = launches[0].num_tiles(tile.rows)
-    programs = num_tokens * -(-num_heads // tile.heads)
-    parts = max(1, min(tiles, most, processors(q_THD.device) // programs))
-    share = -(-tiles // parts)
-    return Plan(tile, exact, -(-tiles // share))
+    rows, packed = num_tokens * num_heads, launches[0].packed
+    best = math.inf, Plan(tile, exact)
+    for candidate in (NARROW, FEW, tile) if tile in (WIDE, TENSOR_MEMORY) else (tile,):
+        programs = num_tokens * -(-num_heads // candidate.heads)
+        side_by_side = processors(q_THD.device) // programs
+        if side_by_side == 0:
+            continue
+        tiles, limit = launches[0].num_tiles(candidate.rows), max(1, min(side_by_side, most))
+        time, parts = fastest_split(candidate, tiles, rows, limit, packed=packed)
+        if time < best[0]:
+            best = time, Plan(candidate, exact, parts)
+    return best[1]
+
+
+@lru_cache(4096)
+def fastest_split(
+    tile: Tile, num_tiles: int, num_rows: int, most: int, *, packed: bool
+) -> tuple[float, int]:
+    """(us, parts) of up to `most` parts whose programs all run side by side; `num_rows`: tokens times heads."""
+    times = []
+    for share in range(-(-num_tiles // most), num_tiles + 1):
+        parts = -(-num_tiles // share)
+        combining = SPLIT_US + PART_US * num_rows * parts if parts > 1 else 0.0
+        times.append((tile.time_us(share, packed=packed) + combining, parts))
+    return min(times)
 
 
 def tile_for(dim: int, num_heads: int, device: torch.device, *, exact: bool) -> Tile:

@@ -18,6 +18,7 @@ from torch import Tensor
 from dsv4.errors import KernelError
 from dsv4.kernels.attend_plan_triton import (
     EXACT,
+    FEW,
     NARROW,
     TENSOR_MEMORY,
     WIDE,
@@ -72,15 +73,19 @@ def _attend_kernel(
     SOURCES: tl.constexpr, SAME_TABLE: tl.constexpr, FRESH: tl.constexpr, KIND: tl.constexpr,
     PLANE_ROWS: tl.constexpr, FAST: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr,
     HEADS: tl.constexpr, ROW_DIM: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
-    PARTS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr, DOT: tl.constexpr,
+    PARTS: tl.constexpr, LSE: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr, DOT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     STAGES: tl.constexpr, EAGER: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """M heads of one token over all of its tiles, or with PARTS over one of equal shares of them.
 
-    NOPE: channels of a packed row that are codes; ROPE: channels that are rotated back, 0 = none.
+    NOPE: channels of a packed row that are codes; ROPE: channels that are rotated back, 0 = none. FOLLOWS: launched
+    while the kernel in front of it ends; LEADS: lets the next one be launched so.
     """
-    if PDL:
+    if FOLLOWS:
+        # for what the kernel in front of this one leaves; only then may the next one start, which relies on this wait
+        tl.extra.cuda.gdc_wait()
+    if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
     groups: tl.constexpr = (HEADS + M - 1) // M
     token = tl.program_id(0) // groups
@@ -273,6 +278,7 @@ def _attend(call: Call, launch: Launch, plan: Plan, parts: Parts | None) -> None
     # Plain rows that are read twice and chosen between need a third tile in shared memory.
     twice = fresh == FRESH_BY_LOAD.value and not launch.packed
     stages = 1 if twice else tile.num_stages
+    follows = overlaps_launches(q_THD.device)
     where: tuple[Tensor | None, int, int, int] = (None, 0, 0, 0)
     if parts is not None:
         where = parts.scratch, parts.first, parts.total, num_tokens * num_heads * parts.total
@@ -283,10 +289,10 @@ def _attend(call: Call, launch: Launch, plan: Plan, parts: Parts | None) -> None
         PLANE_ROWS=launch.rows.plane_rows, FAST=launch.published, ALIGNED=launch.aligned,
         NATIVE=supports_native_fp8(q_THD.device), HEADS=num_heads, ROW_DIM=dim, NOPE=launch.rows.nope,
         ROPE=rope_width(rope), PARTS=parts is not None, LSE=lse_TH is not None,
-        PDL=parts is not None and parts.early,
+        LEADS=parts is not None and parts.early, FOLLOWS=follows,
         DOT=tl.float32 if plan.exact or interpreting() else tl.bfloat16,
         M=tile.heads, N=tile.rows, D=max(16, next_pow2(dim)), STAGES=stages, EAGER=tile.eager, SPREAD=tile.spread,
-        num_warps=tile.num_warps, num_stages=stages,
+        num_warps=tile.num_warps, num_stages=stages, **({"launch_pdl": True} if follows else {}),
     )  # fmt: skip
 
 
@@ -335,7 +341,8 @@ def _variant(
     constexprs |= {
         "SOURCES": sources, "SAME_TABLE": same_table, "FRESH": fresh, "KIND": kind, "PLANE_ROWS": 64,
         "FAST": kind == PACKED_FP8.value, "ALIGNED": True, "NATIVE": targets != AMD, "HEADS": heads, "ROW_DIM": 512,
-        "NOPE": 448 if kind == PACKED_FP8.value else 512, "PARTS": parts, "PDL": parts and targets != AMD,
+        "NOPE": 448 if kind == PACKED_FP8.value else 512, "PARTS": parts, "LEADS": parts and targets != AMD,
+        "FOLLOWS": not set(targets) & set(AMD),
         "DOT": tl.float32 if kind == FP32.value else tl.bfloat16, "M": tile.heads, "N": tile.rows, "D": 512,
         "STAGES": tile.num_stages, "EAGER": tile.eager, "SPREAD": tile.spread,
     }  # fmt: skip
@@ -353,8 +360,7 @@ def variants() -> tuple[KernelVariant, ...]:
     by_address, by_load = FRESH_BY_ADDRESS.value, FRESH_BY_LOAD.value
     three: Any = {"heads": 128, "same_table": False}
     return (
-        _variant("flash", WIDE, bf16, HOPPER_ONLY),
-        _variant("flash-chunk", WIDE, bf16, HOPPER_ONLY, fresh=by_address),
+        _variant("flash", WIDE, bf16, HOPPER_ONLY, fresh=by_address),
         _variant("pro-parts", WIDE, bf16, HOPPER_ONLY, parts=True, **three),
         _variant("pro-fp8", WIDE, fp8, HOPPER_ONLY, **three),
         _variant("pro-fp8-chunk", WIDE, fp8, HOPPER_ONLY, fresh=by_load, **three),
@@ -362,6 +368,7 @@ def variants() -> tuple[KernelVariant, ...]:
         _variant("pro-fp8-blackwell", TENSOR_MEMORY, fp8, BLACKWELL_ONLY, **three),
         _variant("flash-one", NARROW, bf16, NVIDIA, parts=True),
         _variant("flash-fp8-one", NARROW, fp8, NVIDIA, parts=True),
+        _variant("flash-few", FEW, bf16, NVIDIA, parts=True),
         _variant("flash-hip", NARROW, bf16, AMD, fresh=by_address),
         _variant("pro-fp8-hip", NARROW, fp8, AMD, fresh=by_load, **three),
         _variant("exact", EXACT, FP32.value, (*NVIDIA, *AMD), fresh=by_address),

@@ -14,8 +14,8 @@ from dsv4.kernels.tile_triton import cast
 from dsv4.kernels.triton_launch import KernelVariant, next_pow2
 from dsv4.metadata.plans import RopeTable
 
-TILE_VALUES = 8192
-"""fp32 values that a program of 4 warps sums: 64 registers a thread."""
+TILE_VALUES = 16_384
+"""fp32 values that a program of 4 warps sums: 128 registers a thread. More programs would each wait as long."""
 
 
 @triton.jit(do_not_specialize=["num_parts", "part_rows"])
@@ -27,11 +27,13 @@ def _combine_kernel(
 ):  # fmt: skip
     """D lanes of one token and head. Part s of row r: ROW_DIM sums at `r * num_parts + s`; behind all of those, the
     part's maximum (log 2) and mass. A part without rows has the maximum -inf, and its sums may hold anything."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     token = row // HEADS
     head = row % HEADS
+    # A weight, and no part: loaded while those are still being summed.
+    sink = tl.load(sink_ptr + head).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     first_lane = tl.program_id(1) * D
     part = tl.arange(0, S)
     place = row * num_parts + part
@@ -49,8 +51,7 @@ def _combine_kernel(
     )
     acc = tl.sum(partial * factor[:, None], 0)[None, :]
     one = tl.zeros([1], tl.float32)
-    sink = one + tl.load(sink_ptr + head).to(tl.float32)
-    result, lse = finish(acc, one + top, one + tl.sum(mass_S * factor, 0), sink)
+    result, lse = finish(acc, one + top, one + tl.sum(mass_S * factor, 0), one + sink)
     if ROPE:
         start = token * rope_token
         result = rope_back(
@@ -128,7 +129,7 @@ def combine_variants() -> tuple[KernelVariant, ...]:
     return tuple(
         KernelVariant(
             name=name, fn=_combine_kernel, signature=signature,
-            constexprs=published | {"HEADS": 64, "PDL": targets == cuda, "S": 32, "D": 256},
+            constexprs=published | {"HEADS": 64, "PDL": targets == cuda, "S": 32, "D": 512},
             aligned=tuple(name for name in signature if name not in ("num_parts", "part_rows")),
             targets=targets,
         )

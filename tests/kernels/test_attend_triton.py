@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4.errors import KernelError
-from dsv4.kernels.attend_plan_triton import EXACT, NARROW, WIDE, Plan, launches_of
+from dsv4.kernels.attend_plan_triton import EXACT, FEW, NARROW, WIDE, Plan, Tile, launches_of
 from dsv4.kernels.attend_plan_triton import plan as plan_of
 from dsv4.kernels.attend_triton import TritonAttention
 from dsv4.kernels.triton_launch import interpreting
@@ -212,7 +212,7 @@ def spread_lists(tokens: int, *lengths: int) -> Lists:
     ],
 )
 def test_split_rows_give_what_whole_ones_give_and_parts_without_rows_do_not_count(
-    device: torch.device, name: str, heads: int, q_dtype: torch.dtype, tile: object, parts: int
+    device: torch.device, name: str, heads: int, q_dtype: torch.dtype, tile: Tile, parts: int
 ) -> None:
     dim, kernel = 80, TritonAttention()
     table = Rows.filled(row_format(name, dim, 16), 1, device)
@@ -236,16 +236,19 @@ def test_split_rows_give_what_whole_ones_give_and_parts_without_rows_do_not_coun
     assert scratch.intact()
 
 
-def test_wide_tiles_are_split_where_narrow_ones_would_be_too_many(device: torch.device) -> None:
-    table = Rows.filled(row_format("bf16", 64, 16), 1, device)
-    lists = spread_lists(2, 150, 70)
+@pytest.mark.parametrize(("lengths", "tile"), [((150, 70), FEW), ((150, 70, 0, 33, 1, 64), WIDE)])
+def test_rows_in_tiles_of_either_shape_give_the_same_split_and_whole(
+    device: torch.device, lengths: tuple[int, ...], tile: Tile
+) -> None:
+    table, tokens = Rows.filled(row_format("bf16", 64, 16), 1, device), len(lengths)
+    lists = spread_lists(tokens, *lengths)
     streams = [stream_of(lists, device, capacity=640) for _ in range(2)]
     sources = [Source(table.view, stream) for stream in streams]
-    q_THD = draw(2, 2, 40, 64, device=device, dtype=torch.bfloat16)
-    space = space_of(2 * 40 * 20 * 66, device)
+    q_THD = draw(2, tokens, 40, 64, device=device, dtype=torch.bfloat16)
+    space = space_of(tokens * 40 * 20 * 66, device)
     if interpreting():
         plan = plan_of(q_THD, launches_of(sources), space.partials)
-        assert plan == Plan(WIDE, exact=False, parts=20)
+        assert plan == Plan(tile, exact=False, parts=20)
     split_THD, split_TH = attend(TritonAttention(), q_THD, sources, space=space)
     whole_THD, whole_TH = attend(TritonAttention(), q_THD, sources)
     assert_close(split_THD, whole_THD.cpu().double())
@@ -410,22 +413,28 @@ def test_indices_that_are_no_row_neither_read_nor_weigh_anything(
     ("tokens", "heads", "window", "entries", "floats", "tile", "parts"),
     [
         (1, 64, 128, 512, 10**9, NARROW, 20),
-        (1, 64, 128, 1024, 10**9, NARROW, 36),
-        (2, 64, 128, 512, 10**9, WIDE, 10),
-        (1, 128, 128, 1024, 10**9, WIDE, 18),
-        (8, 64, 128, 512, 10**9, WIDE, 10),
+        (1, 64, 128, 1024, 10**9, FEW, 18),
+        (1, 128, 128, 1024, 10**9, FEW, 12),
+        (1, 128, 128, 8192, 10**9, WIDE, 44),
+        (4, 64, 128, 512, 10**9, FEW, 7),
+        (8, 64, 128, 64, 10**9, FEW, 3),
+        (8, 64, 128, 512, 10**9, FEW, 4),
+        (8, 64, 128, 1024, 10**9, WIDE, 9),
         (16, 64, 128, 512, 10**9, WIDE, 5),
+        (32, 64, 128, 0, 10**9, FEW, 1),
+        (32, 64, 128, 64, 10**9, FEW, 1),
         (32, 64, 128, 512, 10**9, WIDE, 4),
+        (64, 64, 128, 0, 10**9, WIDE, 1),
+        (64, 64, 128, 64, 10**9, WIDE, 1),
         (64, 64, 128, 512, 10**9, WIDE, 2),
         (128, 64, 128, 512, 10**9, WIDE, 1),
-        (1, 64, 128, 8192, 10**9, WIDE, 44),
-        (8, 64, 128, 512, 8 * 64 * 514 * 3, WIDE, 3),
-        (8, 64, 128, 512, 0, WIDE, 1),
+        (8, 64, 128, 512, 8 * 64 * 514 * 3, FEW, 3),
+        (8, 64, 128, 512, 0, FEW, 1),
         (4096, 64, 128, 512, 10**9, WIDE, 1),
     ],
 )
-def test_rows_are_split_by_capacities_until_the_processors_of_an_h200_are_busy(
-    tokens: int, heads: int, window: int, entries: int, floats: int, tile: object, parts: int
+def test_capacities_choose_the_tiles_and_parts_that_were_the_fastest_on_an_h200(
+    tokens: int, heads: int, window: int, entries: int, floats: int, tile: Tile, parts: int
 ) -> None:
     if not interpreting():
         pytest.skip("another GPU may have other processors")
