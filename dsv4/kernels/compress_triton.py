@@ -6,6 +6,7 @@ D channels of an entry.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +15,10 @@ import triton
 from attrs import evolve, frozen
 from torch import Tensor
 
+from dsv4.kernels.attend_plan_triton import overlaps_launches
 from dsv4.kernels.base import CompressKernel, Rounding
 from dsv4.kernels.fold_triton import finish_kernel, fold_in_place_kernel, fold_kernel
-from dsv4.kernels.overlap_triton import overlap_kernel
+from dsv4.kernels.overlap_triton import overlap_kernel, state_kernel
 from dsv4.kernels.rows_triton import (
     BF16,
     FP8_ROUNDING,
@@ -27,7 +29,7 @@ from dsv4.kernels.rows_triton import (
     rounding_code,
     row_args,
 )
-from dsv4.kernels.triton_launch import TARGETS, KernelVariant, interpreting, next_pow2
+from dsv4.triton_launch import TARGETS, KernelVariant, interpreting, next_pow2
 from dsv4.metadata.plans import CompressorTarget, FoldPlan, OverlapPlan
 
 OPTIONS: Mapping[str, Any] = {"enable_fp_fusion": False}
@@ -43,7 +45,9 @@ class Config:
     num_warps: int
     """Of programs that hold a whole entry: 4 channels, 16 bytes, a thread."""
     rows: int
-    """Tokens whose raw rows one program writes."""
+    """Tokens whose raw rows one program writes at a time."""
+    span: int
+    """Tokens of a chunk among which one program looks for those that have a state row: few have."""
     columns: int
     """Channels that it moves at a time."""
     ahead: int
@@ -53,7 +57,6 @@ class Config:
     the number of programs is what keeps memory busy."""
     run: int
     """As `ahead`, of neighbouring tokens of a chunk. The compiler's time grows with its third power."""
-    prefetch: bool
     requests: int = 128
     """Accumulators whose counts one program writes."""
 
@@ -65,11 +68,11 @@ def config_of(dim: int, *, hip: bool, interpreted: bool) -> Config:
         width=width,
         num_warps=min(max(width // 128, 1), 8),
         rows=4,
+        span=32,
         columns=min(width, 512),
         ahead=3,
         channels=min(width, 64 if hip else 32),
         run=4 if interpreted else 16,
-        prefetch=not hip and not interpreted,
     )
 
 
@@ -94,15 +97,16 @@ class TritonCompress(CompressKernel):
             return
         config = _config(norm.shape[0])
         arguments = _arguments(projected_TC, ape_MC, norm, eps, plan, target, rounding, config)
-        state_programs = triton.cdiv(num_tokens, config.rows)
         if plan.in_place:
             # no row that is read for an entry is written: neither has to come first
-            _launch(overlap_kernel, (num_closing + state_programs,), arguments, config.num_warps)
+            programs = num_closing + triton.cdiv(num_tokens, config.rows)
+            _launch(overlap_kernel, (programs,), arguments, config.num_warps)
             return
         if num_closing:
             _launch(overlap_kernel, (num_closing,), arguments, config.num_warps)
-        arguments["num_closing"] = 0
-        _launch(overlap_kernel, (state_programs,), arguments, config.num_warps)
+        arguments["ROWS"] = 2 * config.rows
+        programs = triton.cdiv(num_tokens, config.span)
+        _launch(state_kernel, (programs,), arguments, 2 * config.num_warps)
 
     def fold(
         self,
@@ -127,7 +131,7 @@ class TritonCompress(CompressKernel):
         parts = triton.cdiv(norm.shape[0], config.channels)
         narrow = arguments | {"D": config.channels}
         _launch(fold_kernel, (plan.source_SJ.shape[0], parts), narrow, 1)
-        programs = target.entry_loc_E.shape[0] + triton.cdiv(num_tokens, config.rows)
+        programs = target.entry_loc_E.shape[0] + triton.cdiv(num_tokens, config.span)
         programs += triton.cdiv(num_requests, config.requests)
         _launch(finish_kernel, (programs,), arguments, config.num_warps)
 
@@ -137,7 +141,8 @@ def _launch(
 ) -> None:
     """Launch a kernel with those of the arguments that it names."""
     named = {name: arguments[name] for name in kernel.arg_names}
-    kernel[grid](**named, num_warps=num_warps, **OPTIONS)
+    early = {"launch_pdl": True} if arguments["PDL"] else {}
+    kernel[grid](**named, num_warps=num_warps, **early, **OPTIONS)
 
 
 def _arguments(
@@ -160,6 +165,7 @@ def _arguments(
         "ape_stride": ape_MC.stride(0),
         "ape_row_ptr": plan.ape_row_T,
         "source_ptr": plan.source_EM if isinstance(plan, OverlapPlan) else plan.source_SJ,
+        "STEPS": next_pow2(2 * plan.ratio),
         "state_loc_ptr": plan.state_loc_T,
         "state_ptr": state.storage,
         "state_stride": state.storage.stride(0),
@@ -180,8 +186,10 @@ def _arguments(
         "KIND": table.kind,
         "PLANE_ROWS": table.plane_rows,
         "D": config.width,
+        "SPAN": config.span,
         "ROWS": config.rows,
         "COLS": config.columns,
+        "PDL": overlaps_launches(norm.device),
     }
 
 
@@ -206,7 +214,6 @@ def _fold_arguments(plan: FoldPlan, target: CompressorTarget, config: Config) ->
         "pooled_stride": target.pooled_EC.stride(0),
         "STEPS": next_pow2(max(plan.ratio, plan.source_SJ.shape[1])),
         "RUN": config.run,
-        "PREFETCH": config.prefetch,
         "AHEAD": config.ahead,
         "REQUESTS": config.requests,
     }
@@ -217,39 +224,48 @@ def variants() -> tuple[KernelVariant, ...]:
     entries = (("bf16", BF16, "*bf16"), ("packed fp8", PACKED_FP8, "*u8"))
     keys = (("bf16", BF16, "*bf16"), ("fp8", INDEX_FP8, "*u8"), ("fp4", INDEX_FP4, "*u8"))
     found = []
-    for name, kind, table in entries:
-        official = {"ROUNDING": FP8_ROUNDING.value, "KIND": kind.value}
-        found += [
-            _variant(overlap_kernel, f"compress csa {name}", 4, 512, official, table),
-            _variant(fold_in_place_kernel, f"compress hca {name}", 128, 512, official, table),
-            _variant(finish_kernel, f"compress hca finish {name}", 128, 512, official, table),
-        ]
-    for name, kind, table in keys:
-        official = {"ROUNDING": HADAMARD_FP4_ROUNDING.value, "KIND": kind.value}
-        found.append(_variant(overlap_kernel, f"compress indexer {name}", 4, 128, official, table))
     for backend in ("cuda", "hip"):
-        found.append(_fold_variant(backend))
+        variant = functools.partial(_variant, backend)
+        for name, kind, table in entries:
+            official = {"ROUNDING": FP8_ROUNDING.value, "KIND": kind.value}
+            found += [
+                variant(overlap_kernel, f"compress csa {name}", 4, 512, official, table),
+                variant(fold_in_place_kernel, f"compress hca {name}", 128, 512, official, table),
+                variant(finish_kernel, f"compress hca finish {name}", 128, 512, official, table),
+            ]
+        for name, kind, table in keys:
+            official = {"ROUNDING": HADAMARD_FP4_ROUNDING.value, "KIND": kind.value}
+            found.append(
+                variant(overlap_kernel, f"compress indexer {name}", 4, 128, official, table)
+            )
+        for name, dim in (("csa", 512), ("indexer", 128)):
+            state = variant(state_kernel, f"compress {name} state", 4, dim, {})
+            found.append(evolve(state, num_warps=2 * state.num_warps))
+        strides = {"projected_stride": 1024, "ape_stride": 512}
+        fold = variant(fold_kernel, "compress hca fold", 128, 512, strides)
+        width = config_of(512, hip=backend == "hip", interpreted=False).channels
+        fold = evolve(fold, num_warps=1, constexprs={**fold.constexprs, "D": width})
+        found.append(fold)
     return tuple(found)
 
 
-def _fold_variant(backend: str) -> KernelVariant:
-    config = config_of(512, hip=backend == "hip", interpreted=False)
-    strides = {"projected_stride": 1024, "ape_stride": 512}
-    own = {"D": config.channels, "STEPS": 128, "RUN": config.run, "PREFETCH": config.prefetch}
-    chosen = _variant(fold_kernel, f"compress hca fold {backend}", 128, 512, strides | own)
-    targets = tuple(name for name, target in TARGETS.items() if target.backend == backend)
-    return evolve(chosen, num_warps=1, targets=targets)
-
-
 def _variant(
-    fn: Any, name: str, ratio: int, dim: int, constants: Mapping[str, int], table: str = ""
+    backend: str,
+    fn: Any,
+    name: str,
+    ratio: int,
+    dim: int,
+    constants: Mapping[str, int],
+    table: str = "",
 ) -> KernelVariant:
     """A kernel for `dim` channels; `table` is the type of the entries' memory."""
-    config = config_of(dim, hip=False, interpreted=False)
+    config = config_of(dim, hip=backend == "hip", interpreted=False)
     constants = {
         "RATIO": ratio, "DIM": dim, "ROPE": 64, "PLANE_ROWS": 64 if table == "*u8" else 1, "D": config.width,
-        "ROWS": config.rows, "COLS": config.columns, "AHEAD": config.ahead, "REQUESTS": config.requests,
-        **constants,
+        "SPAN": config.span,
+        "ROWS": config.rows * (2 if fn is state_kernel else 1), "COLS": config.columns,
+        "AHEAD": config.ahead, "REQUESTS": config.requests,
+        "STEPS": 8 if ratio == 4 else 128, "RUN": config.run, "PDL": backend == "cuda", **constants,
     }  # fmt: skip
     ints = (
         "starts_ptr", "closing_indptr_ptr", "source_ptr", "position_ptr", "start_ptr", "ape_row_ptr", "state_loc_ptr",
@@ -273,4 +289,5 @@ def _variant(
             for arg in signature
             if arg.endswith(("_ptr", "_stride")) and arg != "accumulator_stride"
         ),
+        targets=tuple(name for name, target in TARGETS.items() if target.backend == backend),
     )

@@ -59,6 +59,15 @@ def find_raw(
 
 
 @triton.jit
+def wait_for_launch(PDL: tl.constexpr):
+    """A launch with PDL starts while the one in front of it runs: every program of it waits here before it writes, or
+    reads what that one writes. Launches behind this one may start then."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def store_raw(
     first,
     end,
@@ -74,8 +83,10 @@ def store_raw(
     CHANNELS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Write the raw rows of the tokens [first, min(first + ROWS, end)) that have a state row."""
+    """Write the raw rows of the tokens [first, min(first + ROWS, end)) that have a state row; with PDL what is written
+    is loaded before the launch in front has ended."""
     token = first + tl.arange(0, ROWS)
     inside = token < end
     loc = tl.load(state_loc_ptr + token, mask=inside, other=-1)
@@ -84,25 +95,87 @@ def store_raw(
     source = projected_ptr + token.to(tl.int64)[:, None] * projected_stride
     target = state_ptr + loc.to(tl.int64)[:, None] * state_stride
     bias = ape_ptr + ape_row.to(tl.int64)[:, None] * ape_stride
+    values = ()
+    gates = ()
     for start in tl.static_range(0, CHANNELS, COLS):
         lane = start + tl.arange(0, COLS)[None, :]
         mask = ok & (lane < CHANNELS)
-        kv = tl.load(source + lane, mask=mask, other=0.0)
+        values = append(values, tl.load(source + lane, mask=mask, other=0.0))
         gate = tl.load(source + CHANNELS + lane, mask=mask, other=0.0)
-        ape = tl.load(bias + lane, mask=mask, other=0.0)
-        tl.store(target + lane, kv, mask=mask)
-        tl.store(target + CHANNELS + lane, gate + ape, mask=mask)
+        gates = append(gates, gate + tl.load(bias + lane, mask=mask, other=0.0))
+    wait_for_launch(PDL)
+    for i in tl.static_range((CHANNELS + COLS - 1) // COLS):
+        lane = i * COLS + tl.arange(0, COLS)[None, :]
+        mask = ok & (lane < CHANNELS)
+        tl.store(target + lane, values[i], mask=mask)
+        tl.store(target + CHANNELS + lane, gates[i], mask=mask)
+
+
+@triton.jit
+def store_raw_of_span(
+    first,
+    end,
+    projected_ptr,
+    projected_stride,
+    ape_ptr,
+    ape_stride,
+    ape_row_ptr,
+    state_loc_ptr,
+    state_ptr,
+    state_stride,
+    num_state_rows,
+    CHANNELS: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`store_raw` of the tokens [first, min(first + SPAN, end)), ROWS at a time: of a chunk only a request's last
+    tokens have a state row."""
+    token = first + tl.arange(0, SPAN)
+    loc = tl.load(state_loc_ptr + token, mask=token < end, other=-1)
+    ok = (loc >= 0) & (loc < num_state_rows)
+    behind = tl.max(tl.where(ok, token + 1, 0), 0)
+    begin = tl.min(tl.where(ok, token, behind), 0)
+    store_raw(
+        begin, behind, projected_ptr, projected_stride, ape_ptr, ape_stride, ape_row_ptr, state_loc_ptr,
+        state_ptr, state_stride, num_state_rows, CHANNELS, ROWS, COLS, PDL,
+    )  # fmt: skip
+    for more in range(begin + ROWS, behind, ROWS):
+        store_raw(
+            more, behind, projected_ptr, projected_stride, ape_ptr, ape_stride, ape_row_ptr,
+            state_loc_ptr, state_ptr, state_stride, num_state_rows, CHANNELS, ROWS, COLS, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def load_norm(norm_ptr, DIM: tl.constexpr, D: tl.constexpr):
+    """Weights [1, D] of the norm."""
+    lane = tl.arange(0, D)[None, :]
+    return tl.load(norm_ptr + lane, mask=lane < DIM, other=0.0)
+
+
+@triton.jit
+def load_rotation(
+    entry, ok, cos_ptr, sin_ptr, DIM: tl.constexpr, ROPE: tl.constexpr, D: tl.constexpr
+):
+    """(cos, sin, turned) of row `entry` of the rope table as `rotate` takes them; not used without ROPE."""
+    if ROPE:
+        row = tl.zeros([1], tl.int32) + entry
+        return load_rope(cos_ptr, sin_ptr, row, only_if(ok, row == entry), DIM - ROPE, ROPE, D)
+    else:
+        return 0.0, 0.0, False
 
 
 @triton.jit
 def store_entry(
     pooled,
-    entry,
     loc,
-    norm_ptr,
+    norm,
     eps,
-    cos_ptr,
-    sin_ptr,
+    cos,
+    sin,
+    turned,
     table_ptr,
     table_stride,
     DIM: tl.constexpr,
@@ -112,7 +185,8 @@ def store_entry(
     PLANE_ROWS: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Norm, rotate (by row `entry` of the rope table), round and store pooled channels [D] as row `loc`, a legal one."""
+    """Norm, rotate, round and store pooled channels [D] as row `loc`, a legal one. `norm`, `cos`, `sin` and `turned`
+    are loaded by the caller, long before they are needed."""
     nope: tl.constexpr = DIM - ROPE
     lane = tl.arange(0, D)[None, :]
     x = tl.reshape(pooled, [1, D])
@@ -120,11 +194,9 @@ def store_entry(
         x = tl.where(lane < DIM, x, 0.0)
     mean = tl.div_rn(tree_sum(x * x, 1, D), tl.full([1], DIM, tl.float32))
     scale = tl.div_rn(tl.full([1], 1.0, tl.float32), tl.sqrt_rn(mean + eps))
-    x = x * scale[:, None] * tl.load(norm_ptr + lane, mask=lane < DIM, other=0.0)
+    x = x * scale[:, None] * norm
     row = tl.zeros([1], tl.int32)
-    ok = row == 0
     if ROPE:
-        cos, sin, turned = load_rope(cos_ptr, sin_ptr, row + entry, ok, nope, ROPE, D)
         x = rotate(x, cos, sin, turned, 1, D, nope % 2)
     x = rounded(x, ROUNDING, KIND, DIM, nope, 1, D)
-    store_rows(table_ptr, table_stride, row + loc, ok, x, KIND, DIM, nope, PLANE_ROWS, 1, D)
+    store_rows(table_ptr, table_stride, row + loc, row == 0, x, KIND, DIM, nope, PLANE_ROWS, 1, D)

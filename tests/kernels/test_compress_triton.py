@@ -23,7 +23,7 @@ from dsv4.kernels import compress_triton
 from dsv4.kernels.base import CompressKernel, Rounding
 from dsv4.kernels.compress_ref import TorchCompress
 from dsv4.kernels.compress_triton import TritonCompress
-from dsv4.kernels.triton_launch import interpreting
+from dsv4.triton_launch import interpreting
 from dsv4.metadata.plans import CompressorTarget, FoldPlan, OverlapPlan, RopeTable
 from dsv4.pool.base import KVPool
 from dsv4.pool.formats import PlainRows, RowFormat
@@ -209,7 +209,7 @@ class Inputs:
 
     def entries(self, tables: Tables) -> Tensor:
         """fp32 values of the entries that the plan closes."""
-        return tables.entries.view.read(self.entry_loc_E[self.entry_loc_E >= 0])
+        return tables.entries.view.read(self.entry_loc_E[self.entry_loc_E >= 0]).cpu()
 
 
 @settings(max_examples=40)
@@ -321,6 +321,10 @@ def test_programs_of_a_launch_may_run_in_any_order(
 
 # launches
 
+KERNELS = (
+    "overlap_kernel", "state_kernel", "fold_in_place_kernel", "fold_kernel", "finish_kernel",
+)  # fmt: skip
+
 
 class Launches:
     """Stands in for a kernel and counts."""
@@ -338,7 +342,7 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counted: Counter[str] = Counter()
-    for name in ("overlap_kernel", "fold_in_place_kernel", "fold_kernel", "finish_kernel"):
+    for name in KERNELS:
         kernel = getattr(compress_triton, name)
         monkeypatch.setattr(compress_triton, name, Launches(kernel, counted, name))
     return counted

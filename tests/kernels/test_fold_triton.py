@@ -129,8 +129,10 @@ class Segments:
         accumulators.storage[:, :-1] = randn(len(self.counts), 3 * dim).abs() + 0.1
         accumulators.storage[:, -1] = ints(self.counts, DEVICE).float()
         state.storage[:STATE_ROWS] = randn(STATE_ROWS, 2 * dim)
+        projected = randn(self.num_tokens, 2 * dim)
+        projected[:: self.each, dim:] = -torch.inf  # tokens without weight
         kernel.fold(
-            randn(self.num_tokens, 2 * dim), ape_MC=randn(self.ratio, dim), norm=randn(dim), eps=EPS, plan=plan,
+            projected, ape_MC=randn(self.ratio, dim), norm=randn(dim), eps=EPS, plan=plan,
             rounding=Rounding.NONE,
             target=CompressorTarget(
                 state_view=state, entry_view=entries, accumulator_view=accumulators,
