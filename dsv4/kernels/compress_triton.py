@@ -29,8 +29,8 @@ from dsv4.kernels.rows_triton import (
     rounding_code,
     row_args,
 )
-from dsv4.triton_launch import TARGETS, KernelVariant, interpreting, next_pow2
 from dsv4.metadata.plans import CompressorTarget, FoldPlan, OverlapPlan
+from dsv4.triton_launch import TARGETS, KernelVariant, interpreting, next_pow2
 
 OPTIONS: Mapping[str, Any] = {"enable_fp_fusion": False}
 """Torch folds too, when a pool exports its state, and it fuses no multiplication with an addition."""

@@ -23,7 +23,6 @@ from dsv4.kernels import compress_triton
 from dsv4.kernels.base import CompressKernel, Rounding
 from dsv4.kernels.compress_ref import TorchCompress
 from dsv4.kernels.compress_triton import TritonCompress
-from dsv4.triton_launch import interpreting
 from dsv4.metadata.plans import CompressorTarget, FoldPlan, OverlapPlan, RopeTable
 from dsv4.pool.base import KVPool
 from dsv4.pool.formats import PlainRows, RowFormat
@@ -32,6 +31,7 @@ from dsv4.testing.kernel_setup import INDEX_FORMATS, ROW_FORMATS, ints, within_a
 from dsv4.testing.memory import GuardedView, guarded_view, poisoned, same_bytes
 from dsv4.testing.models import page_tokens_of, pool_config, small_model
 from dsv4.testing.player import build_builder, build_pool
+from dsv4.triton_launch import interpreting
 from tests.kernels.accumulators import check_accumulators
 from tests.metadata.forwards import batch_of, set_length
 
