@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dsv4.kernels.attend_tiles_triton import FRESH_BY_ADDRESS, FRESH_BY_LOAD, NO_FRESH
 from dsv4.kernels.rows_triton import FP32, PACKED_FP8, RowArgs, row_args
-from dsv4.kernels.triton_launch import interpreting
 from dsv4.metadata.buffers import MAX_SPLITS
 from dsv4.metadata.plans import IndexStream, Source
+from dsv4.triton_launch import interpreting
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 """Compute capabilities, from Hopper on with products of 64 heads at once and with dependent launches."""

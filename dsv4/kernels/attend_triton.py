@@ -55,8 +55,8 @@ from dsv4.kernels.combine_triton import (
 )
 from dsv4.kernels.rows_triton import BF16, FP32, PACKED_FP8
 from dsv4.kernels.tile_triton import cast
-from dsv4.kernels.triton_launch import KernelVariant, interpreting, next_pow2, supports_native_fp8
 from dsv4.metadata.plans import RopeTable, Source, Workspace
+from dsv4.triton_launch import KernelVariant, interpreting, next_pow2, supports_native_fp8
 
 
 @triton.jit(

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dsv4.kernels.attend_tiles_triton import finish, rope_back
 from dsv4.kernels.tile_triton import cast
-from dsv4.kernels.triton_launch import KernelVariant, next_pow2
 from dsv4.metadata.plans import RopeTable
+from dsv4.triton_launch import KernelVariant, next_pow2
 
 TILE_VALUES = 16_384
 """fp32 values that a program of 4 warps sums: 128 registers a thread. More programs would each wait as long."""

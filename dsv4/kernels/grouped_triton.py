@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dsv4.kernels.base import ExpertWeights
 from dsv4.kernels.tile_triton import cast, to_fp32
-from dsv4.kernels.triton_launch import TARGETS, KernelVariant, dot_dtype
+from dsv4.triton_launch import TARGETS, KernelVariant, dot_dtype
 
 TILE_FIELDS = 4  # expert, first place, place behind the last, unused: one aligned load
 

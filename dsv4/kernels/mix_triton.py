@@ -19,7 +19,7 @@ from torch import Tensor
 from dsv4.kernels.base import MixKernel, MixWeights
 from dsv4.kernels.mix_finish_triton import finish_kernel
 from dsv4.kernels.tile_triton import cast, to_fp32
-from dsv4.kernels.triton_launch import KernelVariant, dot_dtype, next_pow2
+from dsv4.triton_launch import KernelVariant, dot_dtype, next_pow2
 
 BLOCK_T = 64
 """Tokens that share a loaded tile of fn: with fewer, fn's bytes from the L2 outweigh the streams'."""

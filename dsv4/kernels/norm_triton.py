@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4.kernels.base import NormKernel
 from dsv4.kernels.tile_triton import cast, to_fp32
-from dsv4.kernels.triton_launch import KernelVariant, next_pow2
+from dsv4.triton_launch import KernelVariant, next_pow2
 
 
 @triton.jit

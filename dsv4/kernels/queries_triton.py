@@ -28,8 +28,8 @@ from dsv4.kernels.tile_triton import (
     scaled_fp8,
     to_fp32,
 )
-from dsv4.kernels.triton_launch import KernelVariant, next_pow2
 from dsv4.metadata.plans import RopeTable
+from dsv4.triton_launch import KernelVariant, next_pow2
 
 TILE_HEADS = 16
 """Heads of a program: 16 x 128 channels keep 128 threads at 16 fp32 values each."""

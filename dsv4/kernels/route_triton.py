@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.triton_launch import KernelVariant, next_pow2
+from dsv4.triton_launch import KernelVariant, next_pow2
 
 NUM_WARPS = 1  # a token's experts fit one warp: reductions stay in registers
 

@@ -24,10 +24,10 @@ from dsv4.kernels.queries_triton import prepare_queries, query_variants
 from dsv4.kernels.rows_triton import BF16, INDEX_FP4, INDEX_FP8, PACKED_FP8, RowArgs, row_args
 from dsv4.kernels.score_keys_triton import key_pages, keys_exist, load_keys, load_scales, operand
 from dsv4.kernels.tile_triton import cast, decode_e4m3
-from dsv4.kernels.triton_launch import KernelVariant, dot_dtype, next_pow2, supports_native_fp8
 from dsv4.metadata.plans import RopeTable, ScoreInputs
 from dsv4.pool.base import KVView
 from dsv4.pool.formats import IndexFp8Rows
+from dsv4.triton_launch import KernelVariant, dot_dtype, next_pow2, supports_native_fp8
 
 MIN_HEADS = 16
 MIN_CHANNELS = 32

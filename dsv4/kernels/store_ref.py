@@ -53,7 +53,7 @@ class TorchStore(StoreKernel):
         kv = heads[:, -1]
         rope_dim = 2 * rope.cos_TP.shape[-1]
         kv = rounded(kv, rounding, rope_dim=rope_dim, value_dtype=view.format.value_dtype)
-        # a packed row may encode one value in two ways: what is stored is what a tail store of the fresh row would store
+        # packed rows may encode one value in two ways: store the bytes that a tail store of the fresh row would
         kv = view.format.round(kv)
         if fresh_TD is not None:
             fresh_TD.copy_(kv)

@@ -26,9 +26,9 @@ from dsv4.kernels.rows_triton import (
     stored,
 )
 from dsv4.kernels.tile_triton import cast, load_rope, rotate, to_fp32
-from dsv4.kernels.triton_launch import KernelVariant, next_pow2
 from dsv4.metadata.plans import RopeTable
 from dsv4.pool.base import KVView
+from dsv4.triton_launch import KernelVariant, next_pow2
 
 TILE = 4096  # values a program holds: 32 a thread, which leaves registers for 12 programs a multiprocessor
 KV_TOKENS = 4  # one row a warp: sums stay inside the warp

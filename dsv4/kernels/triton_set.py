@@ -82,7 +82,7 @@ class TritonKernels(KernelFamily):
 
 def _interpreting() -> bool:
     """Whether Triton's kernels run in its interpreter; decided by TRITON_INTERPRET when they are imported."""
-    from dsv4.kernels.triton_launch import interpreting
+    from dsv4.triton_launch import interpreting
 
     return importlib.util.find_spec("triton") is not None and interpreting()
 

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from dsv4.config import ModelConfig
-from dsv4.kernels.triton_launch import KernelVariant, interpreting
 from dsv4.metadata import fill_sections_triton as parts
 from dsv4.metadata.base import FillKernel
 from dsv4.metadata.batch import BatchShape
@@ -24,6 +23,7 @@ from dsv4.metadata.forward import SharedTensors
 from dsv4.metadata.rope import inverse_frequencies
 from dsv4.pool.base import KVPool
 from dsv4.pool.geometry import PoolGeometry
+from dsv4.triton_launch import KernelVariant, interpreting
 
 KINDS = 16
 """More than there are, a power of two: a section's kind and ratio travel as one number."""

@@ -16,7 +16,7 @@ import triton.language as tl
 from attrs import define, field
 from triton.runtime import interpreter
 
-from dsv4.kernels.triton_launch import interpreting
+from dsv4.triton_launch import interpreting
 
 MOVES = {
     "load", "masked_load", "store", "masked_store", "reshape", "trans", "gather", "expand_dims", "broadcast", "cat",

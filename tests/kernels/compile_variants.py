@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from dsv4 import kernels, metadata
-from dsv4.kernels.triton_launch import TARGETS, KernelVariant, compile_variant
+from dsv4.triton_launch import TARGETS, KernelVariant, compile_variant
 
 
 def modules() -> Iterator[ModuleType]:

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dsv4.kernels.triton_launch import TARGETS
+from dsv4.triton_launch import TARGETS
 from tests.kernels.compile_variants import all_variants, modules
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -20,13 +20,13 @@ from dsv4.errors import KernelError
 from dsv4.kernels.attend_plan_triton import EXACT, FEW, NARROW, WIDE, Plan, Tile, launches_of
 from dsv4.kernels.attend_plan_triton import plan as plan_of
 from dsv4.kernels.attend_triton import TritonAttention
-from dsv4.kernels.triton_launch import interpreting
 from dsv4.metadata.plans import RopeTable, Source, Workspace
 from dsv4.pool.base import KVView
 from dsv4.pool.formats import PackedFp8Rows, PlainRows, RowFormat
 from dsv4.testing.attention import expected, stream_of
 from dsv4.testing.kernel_setup import NO_ROWS, ints
 from dsv4.testing.memory import guarded, guarded_view, poisoned, same_bytes, strided
+from dsv4.triton_launch import interpreting
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Of results of size about 1; bf16 rounds weights and results to 8 bits."""

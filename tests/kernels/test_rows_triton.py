@@ -12,11 +12,11 @@ from dsv4.errors import ConfigError
 from dsv4.kernels.base import Rounding
 from dsv4.kernels.rows_triton import load_rows, rounded, rounding_code, row_args, store_rows, stored
 from dsv4.kernels.store_ref import rounded as rounded_by_reference
-from dsv4.kernels.triton_launch import next_pow2
 from dsv4.pool.base import KVView
 from dsv4.pool.formats import IndexFp4Rows, IndexFp8Rows, PackedFp8Rows, PlainRows, RowFormat
 from dsv4.testing.kernel_setup import NO_ROWS
 from dsv4.testing.memory import guarded_view, same_bytes
+from dsv4.triton_launch import next_pow2
 
 NUM_ROWS = 11
 FORMATS = [

@@ -1,4 +1,4 @@
-"""The Triton select against a sort in Python: small tiles, so that few entries go every way that many would.
+"""Select in Triton against a sort of each row, whatever its scores, its length and the way it is cut.
 
 Legend: T tokens, N entries, K picks.
 """
@@ -6,6 +6,7 @@ Legend: T tokens, N entries, K picks.
 from __future__ import annotations
 
 import math
+from random import Random
 
 import pytest
 import torch
@@ -15,239 +16,156 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4.errors import KernelError
-from dsv4.kernels.select_triton import SelectTiles, TritonSelect, plan_select
+from dsv4.kernels.select_triton import SelectTiles, TritonSelect
 from dsv4.metadata.buffers import select_scratch
+from dsv4.metadata.fill_ref import selected_lanes
 from dsv4.metadata.plans import IndexStream, ScoreInputs, SelectOutput
 from dsv4.pool.base import KVView
 from dsv4.pool.formats import PlainRows
 from dsv4.pool.geometry import PagedRows
-from dsv4.testing.memory import guarded, poisoned
-from dsv4.testing.select import best
 
-# NaN is what missing entries compare as, and numpy, under the interpreter, wonders about each.
-pytestmark = pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INF, NAN = math.inf, math.nan
-TINY = SelectTiles(lanes=2, fold=4, small_lanes=2, small=(16, 32), scan=16)
-"""Chunks of 64 entries; an exact search takes 32; more than 8 picks go to the kernel for any number."""
-WIDE = SelectTiles(lanes=4, fold=2, list_fold=2, small_lanes=2, small=(16, 32), scan=64)
-PER_PAGE, BASE, SLOTS = 7, 50, 3
+POISON = 2**31 - 1
+GUARD = 5
+GOOD_SCORE = 0x7F7FFFFF
+"""Bits of the largest finite score: what a candidate that nobody wrote would be picked for."""
+TINY = SelectTiles(tile=64, columns=(4, 8), direct=20, block=16, most_block=32, pick_lanes=32)
+"""Rows of a few hundred scores are narrowed twice, and picks are read in several blocks."""
 
 
-@frozen(eq=False)
-class Case:
-    """Tokens with their scores, pages and lanes; poison around everything that is written."""
-
-    scores_TN: Tensor
-    visible: list[int]
+@frozen(kw_only=True)
+class Shape:
+    num_entries: int
     topk: int
+    visible: list[int]
     first_token: int = 0
-    """Tokens of the forward in front of the first score row."""
-
-    def run(self, tiles: SelectTiles | None) -> list[list[int]]:
-        """What the lanes of each token hold after a select, which must have left everything else alone."""
-        tokens, width = self.scores_TN.shape
-        everyone = self.first_token + tokens + 1
-        generator = torch.Generator().manual_seed(everyone * width)
-        stream = guarded([everyone * self.topk], torch.int32, DEVICE)
-        lanes = torch.randperm(everyone * self.topk, generator=generator).int()
-        lane_TK = lanes.view(everyone, self.topk).to(DEVICE)
-        numel = select_scratch(tokens * width, tokens, self.topk)
-        if tiles is not None:
-            numel = tokens * 4 * self.topk * (width // tiles.block + 1)
-        scratch = guarded([numel], torch.int32, DEVICE)
-        rows = PagedRows(block_table=self.table().to(DEVICE), rows_per_page=PER_PAGE, base=BASE)
-        indptr = poisoned([everyone + 1], torch.int32, DEVICE)
-        output = SelectOutput(
-            stream=IndexStream(indptr, stream.inner, self.topk, final=False),
-            scratch=scratch.inner,
-            lane_TK=lane_TK,
-            rows=rows,
-        )
-        padding = [0] * self.first_token
-        inputs = ScoreInputs(
-            view=KVView(torch.empty(0, 1), 0, PlainRows(torch.float32, 1)),
-            keys=rows,
-            slot_T=_ints([*padding, *self.slots(), 0]),
-            num_visible_T=_ints([*padding, *self.visible, 0]),
-            max_entries=width,
-            query_lengths=(everyone,),
-            request_slots_B=_ints([0]),
-            tile_tokens=tokens,
-        )
-        TritonSelect(tiles).select(
-            self.scores_TN.to(DEVICE), inputs, output, first_token=self.first_token
-        )
-        assert stream.intact()
-        assert scratch.intact()
-        held = stream.inner[lane_TK.flatten().long()].view(everyone, self.topk).tolist()
-        own = slice(self.first_token, self.first_token + tokens)
-        others = held[: own.start] + held[own.stop :]
-        assert others == [[2**31 - 1] * self.topk] * (everyone - tokens)
-        return held[own]
-
-    def slots(self) -> list[int]:
-        """-1 for padding, which sees nothing."""
-        return [t % SLOTS if n else -1 for t, n in enumerate(self.visible)]
-
-    def table(self) -> Tensor:
-        """Pages in any order, some of them absent."""
-        pages = -(-self.scores_TN.shape[1] // PER_PAGE)
-        generator = torch.Generator().manual_seed(pages)
-        return torch.randint(-1, 9, (SLOTS, pages), dtype=torch.int32, generator=generator)
-
-    def wanted(self) -> list[list[int]]:
-        table, scores = self.table().tolist(), self.scores_TN.tolist()
-        result = []
-        for t, (slot, n) in enumerate(zip(self.slots(), self.visible, strict=True)):
-            entries = best(scores[t], n, self.topk)
-            pages = [table[slot][e // PER_PAGE] for e in entries]
-            rows = [
-                -1 if page < 0 else BASE + page * PER_PAGE + e % PER_PAGE
-                for e, page in zip(entries, pages, strict=True)
-            ]
-            result.append(rows + [-1] * (self.topk - len(rows)))
-        return result
-
-    def check(self, tiles: SelectTiles | None) -> None:
-        assert self.run(tiles) == self.wanted()
+    padding: int = 0
+    """Columns behind a row that are not its own."""
+    odd: int = 0
+    """int32 lanes before the scratch."""
 
 
-def _ints(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def _strided(scores_TN: Tensor, *, spare: int) -> Tensor:
-    """The same rows in wider memory full of NaN, which stands behind each row's entries too."""
-    tokens, width = scores_TN.shape
-    wide = torch.full((tokens, width + spare), NAN)
-    wide[:, :width] = scores_TN
-    return wide[:, :width]
-
-
-KINDS = {
-    "random": lambda g, n: torch.randn(n, generator=g),
-    "equal": lambda g, n: torch.full((n,), -1.5),
-    "few values": lambda g, n: torch.randint(-2, 3, (n,), generator=g) / 4 * -1.0,
-    "zeros of both signs": lambda g, n: torch.where(torch.rand(n, generator=g) < 0.5, -0.0, 0.0),
-    "minus infinity": lambda g, n: torch.full((n,), -INF),
-    "NaN": lambda g, n: torch.full((n,), NAN),
-    "mostly nothing": lambda g, n: torch.tensor([NAN, -INF, -INF, NAN, 1.0, -3e38])[
-        torch.randint(0, 6, (n,), generator=g)
-    ],
-    "extremes": lambda g, n: torch.tensor([INF, -INF, NAN, 3e38, -3e38, 1e-42, -1e-42, 0.0, -0.0])[
-        torch.randint(0, 9, (n,), generator=g)
-    ],
-    "wide range": lambda g, n: torch.exp(30 * torch.randn(n, generator=g)),
-    "ascending": lambda g, n: torch.randn(n, generator=g).sort().values,
-    "descending": lambda g, n: torch.randn(n, generator=g).sort(descending=True).values,
-    "best in one place": lambda g, n: (
-        torch.randn(n, generator=g) + 9.0 * ((torch.arange(n) // 12) == 3)
-    ),
-}
-"""Score rows that a search over values may trip over."""
-
-
-def _case(
-    kinds: list[str], visible: list[int], topk: int, width: int, *, seed: int, first_token: int = 0,
-    spare: int = 0,
-) -> Case:  # fmt: skip
+def scores_of(kind: str, num_tokens: int, num_entries: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for kind, n in zip(kinds, visible, strict=True):
-        row = KINDS[kind](generator, width).float()
-        # what stands behind the visible entries does not matter, however good or bad
-        row[n:] = torch.tensor([INF, NAN, 99.0])[torch.arange(width - n) % 3]
-        rows.append(row)
-    scores_TN = _strided(torch.stack(rows), spare=spare)
-    return Case(scores_TN, visible, topk, first_token)
+    random_TN = torch.randn(num_tokens, num_entries, generator=generator)
+    other_TN = torch.randn(num_tokens, num_entries, generator=generator)
+    lane_N = torch.arange(num_entries)
+    return {
+        "random": random_TN,
+        "equal": torch.full_like(random_TN, -2.5),
+        "zeros of both signs": torch.where(random_TN > 0, 0.0, -0.0),
+        "ascending": random_TN.sort(dim=-1).values,
+        "descending": random_TN.sort(dim=-1, descending=True).values,
+        "few values": random_TN.round(),
+        "all -inf": torch.full_like(random_TN, -INF),
+        "all NaN": torch.full_like(random_TN, NAN),
+        "NaN and -inf": torch.where(
+            random_TN > 1, NAN, torch.where(random_TN > 0, -INF, other_TN.round())
+        ),
+        "best side by side": torch.where(lane_N // 40 == 1, random_TN + 9, random_TN),
+        "all magnitudes": random_TN * torch.exp(25 * other_TN),
+        "one in five": torch.where(lane_N % 5 == 0, random_TN, -INF),
+        "inf": torch.where(other_TN > 1, INF, random_TN),
+    }[kind]
 
 
-@settings(max_examples=100)
-@given(data=st.data())
-def test_select_picks_the_best_visible_entries_in_ascending_order(data: st.DataObject) -> None:
-    tiles = data.draw(st.sampled_from([TINY, WIDE]))
-    topk = data.draw(st.sampled_from([1, 2, 3, 5, 7, 8, 9, 21]))
-    width = data.draw(st.sampled_from([1, 5, 16, 31, 33, 64, 65, 100, 128, 150, 300]))
-    tokens = data.draw(st.integers(1, 4))
-    edges = [0, 1, topk - 1, topk, topk + 1, 2 * topk, width - 1, width]
-    few = st.sampled_from([n for n in edges if 0 <= n <= width])
-    visible = [data.draw(few | st.integers(0, width)) for _ in range(tokens)]
-    kinds = [data.draw(st.sampled_from(sorted(KINDS))) for _ in range(tokens)]
-    case = _case(
-        kinds, visible, topk, width,
-        seed=data.draw(st.integers(0, 99)),
-        first_token=data.draw(st.integers(0, 3)),
-        spare=data.draw(st.sampled_from([0, 1, 4])),
-    )  # fmt: skip
-    case.check(tiles)
+KINDS = (
+    "random", "equal", "zeros of both signs", "ascending", "descending", "few values", "all -inf", "all NaN",
+    "NaN and -inf", "best side by side", "all magnitudes", "one in five", "inf",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize("topk", [7, 30])
-def test_cut_rows_of_every_kind_are_picked_exactly(kind: str, topk: int) -> None:
-    width = 200
-    visible = [width, 131, 64, 65]
-    _case([kind] * 4, visible, topk, width, seed=topk).check(TINY)
+def check(kernel: TritonSelect, kind: str, shape: Shape, device: torch.device, seed: int) -> None:
+    """All of the stream and what lies around it and around the scratch, against a stable sort."""
+    tokens, num_entries = len(shape.visible), shape.num_entries
+    width, rows_per_page = min(shape.topk, num_entries), 1 + seed % 7
+    all_tokens = shape.first_token + tokens + 1
+    generator = torch.Generator().manual_seed(seed)
+    visible_T = torch.zeros(all_tokens, dtype=torch.int32)
+    own = slice(shape.first_token, shape.first_token + tokens)
+    visible_T[own] = torch.tensor(shape.visible, dtype=torch.int32)
+    slot_T = torch.randint(-1, 3, (all_tokens,), generator=generator).int()
+    pages = -(-num_entries // rows_per_page)
+    table = torch.randperm(3 * pages, generator=generator).int().view(3, pages)
+    table[:, seed % 3 :: 3] = -1
+    indptr_T1, lane_TK = selected_lanes(visible_T, width)
+    stream = torch.full((all_tokens * width + 2 * GUARD,), POISON, dtype=torch.int32)
+    whole_TN = torch.full((tokens, num_entries + shape.padding), NAN)
+    whole_TN[:, :num_entries] = scores_of(kind, tokens, num_entries, seed)
+    for token, visible in enumerate(shape.visible):
+        whole_TN[token, visible:] = (INF, NAN)[token % 2]
+    expected = stream.clone()
+    paged = PagedRows(block_table=table, rows_per_page=rows_per_page, base=11)
+    for token, visible in enumerate(shape.visible, shape.first_token):
+        row = whole_TN[token - shape.first_token, :visible]
+        order = torch.where(row.isnan(), -INF, row).sort(descending=True, stable=True).indices
+        best = order[:width].sort().values.int()
+        picks = torch.full((width,), -1, dtype=torch.int32)
+        picks[: len(best)] = paged.rows(slot_T[token], best)
+        expected[GUARD + lane_TK[token].long()] = picks
 
-
-@pytest.mark.parametrize(("width", "topk"), [(5000, 512), (2049, 1024), (20000, 7), (4100, 1500)])
-def test_tiles_of_the_gpu_pick_exactly(width: int, topk: int) -> None:
-    kinds = ["random", "few values", "best in one place"]
-    _case(kinds, [width, width - 3, topk + 1], topk, width, seed=0).check(None)
-
-
-def test_lists_that_exceed_one_tile_are_narrowed_again() -> None:
-    """Of 700 entries 11 chunks leave 16 candidates each, then three tiles of 64, then one."""
-    plan = plan_select(TINY, 700, 8)
-    assert plan.chunks * 16 > TINY.block
-    assert plan.fold == TINY.list_fold
-    kinds = ["random", "equal", "mostly nothing", "ascending"]
-    _case(kinds, [700, 699, 640, 70], 8, 700, seed=1).check(TINY)
-
-
-def test_a_row_of_a_large_capacity_with_few_visible_entries_takes_the_short_way() -> None:
-    for visible in (0, 1, 8, 9, 31, 32, 33):
-        _case(["random"], [visible], 8, 700, seed=visible).check(TINY)
-
-
-def test_a_tokens_picks_do_not_depend_on_its_batch() -> None:
-    kinds = sorted(KINDS)
-    together = _case(kinds, [150] * len(kinds), 7, 150, seed=3)
-    picked = together.run(TINY)
-    for t in range(0, len(kinds), SLOTS):  # these read the pages of slot 0, as a token alone does
-        assert Case(together.scores_TN[t : t + 1], [150], 7).run(TINY) == [picked[t]]
-
-
-def test_without_picks_or_tokens_nothing_happens() -> None:
-    empty = Case(torch.empty(0, 9), [], 3)
-    assert empty.run(TINY) == []
-    assert Case(torch.zeros(2, 9), [9, 4], 0).run(TINY) == [[], []]
-
-
-def test_too_little_scratch_is_said() -> None:
-    case = _case(["random"], [9000], 512, 9000, seed=0)
-    rows = PagedRows(block_table=case.table().to(DEVICE), rows_per_page=PER_PAGE, base=BASE)
+    lanes = max(20_000, select_scratch(num_entries * tokens, tokens, width))
+    scratch = torch.full((lanes + 2 * GUARD,), GOOD_SCORE, dtype=torch.int32, device=device)
+    inner = scratch[GUARD + shape.odd : -GUARD]
+    stream = stream.to(device)
+    rows = PagedRows(block_table=table.to(device), rows_per_page=rows_per_page, base=11)
     output = SelectOutput(
-        stream=IndexStream(_ints([0]), _ints([0]), 512, final=False),
-        scratch=_ints([0] * 100),
-        lane_TK=_ints([0]).expand(1, 512),
+        stream=IndexStream(indptr_T1.to(device), stream[GUARD:-GUARD], width, final=False),
+        scratch=inner,
+        lane_TK=lane_TK.to(device),
         rows=rows,
     )
     inputs = ScoreInputs(
         view=KVView(torch.empty(0, 1), 0, PlainRows(torch.float32, 1)), keys=rows,
-        slot_T=_ints([0]), num_visible_T=_ints([9000]), max_entries=9000, query_lengths=(1,),
-        request_slots_B=_ints([0]), tile_tokens=1,
+        slot_T=slot_T.to(device), num_visible_T=visible_T.to(device), max_entries=num_entries,
+        query_lengths=(1,) * all_tokens, request_slots_B=slot_T, tile_tokens=tokens,
     )  # fmt: skip
-    with pytest.raises(KernelError, match="scratch 100 int32 lanes, 2048 needed for 512 picks"):
-        TritonSelect().select(case.scores_TN.to(DEVICE), inputs, output, first_token=0)
+    scores_TN = whole_TN.to(device)[:, :num_entries]
+    kernel.select(scores_TN, inputs, output, first_token=shape.first_token)
+    assert stream.tolist() == expected.tolist()
+    assert (scratch[: GUARD + shape.odd] == GOOD_SCORE).all()
+    assert (scratch[-GUARD:] == GOOD_SCORE).all()
 
 
-@pytest.mark.parametrize("topk", [1, 7, 511, 512, 1000, 1024])
-def test_the_scratch_of_a_forward_holds_the_lists_of_every_capacity(topk: int) -> None:
-    tiles = SelectTiles()
-    for width in (1, 2048, 4096, 4097, 8191, 16384, 16385, 32768, 100001, 262144, 10**6):
-        lists = plan_select(tiles, width, topk).chunks
-        need = lists * 4 * topk if lists else topk
-        assert all(select_scratch(t * width, t, topk) >= t * need for t in (1, 2, 63))
+def shape_of(random: Random) -> Shape:
+    """Hypothesis draws small numbers first, which would leave most rows without a choice; so it draws a seed."""
+    num_entries = random.choice([1, 15, 16, 63, 64, 65, 130, 257, 320])
+    topk = random.choice([1, 2, 3, 7, 8, 16, 17, 33])
+    width = min(topk, num_entries)
+    edges = [0, 1, width - 1, width, min(width + 1, num_entries), num_entries // 2, num_entries]
+    return Shape(
+        num_entries=num_entries,
+        topk=topk,
+        visible=[num_entries, random.choice(edges)],
+        first_token=random.randrange(3),
+        padding=random.choice([0, 1, 4]),
+        odd=random.randrange(2),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_row_cut_anyhow_gives_the_best_entries(kind: str, device: torch.device) -> None:
+    @settings(deadline=None, max_examples=12, derandomize=True)
+    @given(seed=st.integers(0, 10**6))
+    def run(seed: int) -> None:
+        check(TritonSelect(TINY), kind, shape_of(Random(f"{kind} {seed}")), device, seed)
+
+    run()
+
+
+@pytest.mark.parametrize(
+    ("num_entries", "topk"), [(33_000, 512), (33_001, 300), (70_000, 1024), (9_000, 40)]
+)
+def test_rows_as_long_as_published_models_have_them(
+    num_entries: int, topk: int, device: torch.device
+) -> None:
+    kinds = KINDS if device.type == "cuda" else ("random",)
+    for kind in kinds:
+        shape = Shape(num_entries=num_entries, topk=topk, visible=[num_entries - 3])
+        check(TritonSelect(), kind, shape, device, seed=1)
+
+
+def test_a_scratch_too_short_for_the_candidates_is_refused(device: torch.device) -> None:
+    shape = Shape(num_entries=320, topk=16, visible=[320] * 99)
+    with pytest.raises(KernelError, match="select_scratch"):
+        check(TritonSelect(TINY), "random", shape, device, seed=0)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 import dsv4
 from dsv4.kernels.tile_triton import cast, to_fp32
-from dsv4.kernels.triton_launch import interpreting
+from dsv4.triton_launch import interpreting
 from tests.kernels.bf16_guard import bf16_guard
 from tests.kernels.compile_variants import all_variants
 

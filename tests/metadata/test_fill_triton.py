@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4.config import ModelConfig, UnifiedPoolConfig
-from dsv4.kernels.triton_launch import interpreting
 from dsv4.metadata import fill_triton
 from dsv4.metadata.base import FillKernel, MetadataBuilder
 from dsv4.metadata.batch import ForwardBatch
@@ -39,6 +38,7 @@ from dsv4.testing.expected import ExpectedForward
 from dsv4.testing.memory import poison_of, same_bytes
 from dsv4.testing.models import CSA, HCA, SLIDING, Layers, backend_config, pool_config, small_model
 from dsv4.testing.player import build_pool
+from dsv4.triton_launch import interpreting
 from tests.kernels.quick_interpreter import speed_up
 from tests.metadata.forwards import MAX_TOKENS, SCHEDULES, Drawn, batch_of, drawn, set_length
 
@@ -268,7 +268,7 @@ def test_angles_of_a_million_positions_are_reduced_exactly() -> None:
 def test_the_compiler_keeps_the_full_range_of_cos_and_sin() -> None:
     """NVIDIA's approximate instructions are wrong by whole turns' rounding at large angles."""
     program = (
-        "from dsv4.kernels import triton_launch as t; from dsv4.metadata.fill_triton import variants; "
+        "from dsv4 import triton_launch as t; from dsv4.metadata.fill_triton import variants; "
         "v = variants()[0]; names = v.fn.arg_names; import triton; "
         "sig = {n: v.signature.get(n, 'constexpr') for n in names}; "
         "c = {(names.index(n),): x for n, x in v.constexprs.items()}; "
