@@ -6,6 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,14 @@ def supports_native_fp8(device: torch.device) -> bool:
     if interpreting() or device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@cache
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether a kernel may start while the one in front of it runs: NVIDIA from Hopper on."""
+    if interpreting() or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def compile_variant(variant: KernelVariant, target: Target) -> CompiledVariant:

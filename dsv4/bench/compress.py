@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 
+import attrs
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -172,17 +173,26 @@ def _inputs(
         projected_TC=setup.randn(
             forward.shape.num_tokens, compressor.channels, dtype=torch.float32
         ),
-        plan=shared.state_plans[PlanKey(compressor.kind, ratio)],
+        plan=_repeatable(shared.state_plans[PlanKey(compressor.kind, ratio)], len(lengths)),
         target=target,
         nbytes=_bytes(compressor, target, lengths, query_lengths, state_rows),
     )
 
 
+def _repeatable(plan: OverlapPlan | FoldPlan, num_requests: int) -> OverlapPlan | FoldPlan:
+    """Advanced accumulators go to rows behind those that are read: every replay finds the counts of the first."""
+    if not isinstance(plan, FoldPlan):
+        return plan
+    loc_B = plan.accumulator_loc_B
+    return attrs.evolve(plan, accumulator_loc_B=torch.where(loc_B >= 0, loc_B + num_requests, -1))
+
+
 def _accumulators(setup: Setup, dim: int, lengths: Sequence[int]) -> KVView:
-    """Each has folded all tokens but the last, which is a raw row yet."""
-    view = random_table(PlainRows(torch.float32, 3 * dim + 1), len(lengths), setup.device)
+    """Each has folded all tokens but the last, which is a raw row yet; behind them room for the advanced ones."""
+    view = random_table(PlainRows(torch.float32, 3 * dim + 1), 2 * len(lengths), setup.device)
     view.storage[:, dim : 2 * dim].abs_().add_(1.0)  # sums of weights
-    view.storage[:, -1] = setup.ints([max(length - 1, 0) for length in lengths])
+    counts = [max(length - 1, 0) for length in lengths]
+    view.storage[:, -1] = setup.ints([*counts, *counts])
     return view
 
 

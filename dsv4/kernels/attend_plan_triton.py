@@ -231,11 +231,6 @@ def tile_for(dim: int, num_heads: int, device: torch.device, *, exact: bool) -> 
     return WIDE if _capability(device) < BLACKWELL else TENSOR_MEMORY
 
 
-def overlaps_launches(device: torch.device) -> bool:
-    """Whether a kernel may start while the one in front of it runs."""
-    return not interpreting() and _capability(device) >= HOPPER
-
-
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     """Of an NVIDIA GPU; (0, 0) of others. The interpreter takes the shapes of an H200."""

@@ -26,7 +26,6 @@ from dsv4.kernels.attend_plan_triton import (
     Plan,
     Tile,
     launches_of,
-    overlaps_launches,
 )
 from dsv4.kernels.attend_plan_triton import plan as plan_of
 from dsv4.kernels.attend_tiles_triton import (
@@ -56,7 +55,13 @@ from dsv4.kernels.combine_triton import (
 from dsv4.kernels.rows_triton import BF16, FP32, PACKED_FP8
 from dsv4.kernels.tile_triton import cast
 from dsv4.metadata.plans import RopeTable, Source, Workspace
-from dsv4.triton_launch import KernelVariant, interpreting, next_pow2, supports_native_fp8
+from dsv4.triton_launch import (
+    KernelVariant,
+    interpreting,
+    next_pow2,
+    overlaps_launches,
+    supports_native_fp8,
+)
 
 
 @triton.jit(

@@ -15,7 +15,6 @@ import triton
 from attrs import evolve, frozen
 from torch import Tensor
 
-from dsv4.kernels.attend_plan_triton import overlaps_launches
 from dsv4.kernels.base import CompressKernel, Rounding
 from dsv4.kernels.fold_triton import finish_kernel, fold_in_place_kernel, fold_kernel
 from dsv4.kernels.overlap_triton import overlap_kernel, state_kernel
@@ -30,7 +29,7 @@ from dsv4.kernels.rows_triton import (
     row_args,
 )
 from dsv4.metadata.plans import CompressorTarget, FoldPlan, OverlapPlan
-from dsv4.triton_launch import TARGETS, KernelVariant, interpreting, next_pow2
+from dsv4.triton_launch import TARGETS, KernelVariant, interpreting, next_pow2, overlaps_launches
 
 OPTIONS: Mapping[str, Any] = {"enable_fp_fusion": False}
 """Torch folds too, when a pool exports its state, and it fuses no multiplication with an addition."""

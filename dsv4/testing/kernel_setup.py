@@ -89,7 +89,7 @@ def rope_table(positions: Sequence[int], turns: Sequence[float], device: torch.d
 def within_a_step(actual: Tensor, wanted: Tensor, *, step: float, share: float = 0.02) -> None:
     """Rounded values against the rounding of float64 results: equal but for the few that lie on a border, and those
     within `step` of the row's largest value."""
-    actual, wanted = actual.detach().cpu().double(), wanted.double()
+    actual, wanted = actual.detach().cpu().double(), wanted.detach().cpu().double()
     assert actual.shape == wanted.shape
     error = (actual - wanted).abs()
     size = wanted.abs().amax(-1, keepdim=True)

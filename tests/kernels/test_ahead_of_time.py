@@ -15,7 +15,7 @@ from tests.kernels.compile_variants import all_variants, modules
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORKERS = 2
-MOST_VARIANTS = 60
+MOST_VARIANTS = 67
 SPILLED: dict[tuple[str, str], int] = {
     # 255 registers, all that a thread may have (on AMD 337).
     ("attend-pro-parts", "sm_90"): 16,
@@ -26,14 +26,6 @@ SPILLED: dict[tuple[str, str], int] = {
     # 255 registers: a tile's rows wait in them while the next ones are on their way, which was faster on an H200.
     ("attend-flash-few", "sm_90"): 176,
     ("attend-flash-few", "sm_100"): 208,
-    # 255 registers as well; on Hopper the same tile does not spill.
-    ("score-fp8-2", "sm_100"): 128,
-    # 255 and 512 registers; the larger numbers are triton 3.6's.
-    ("select narrow", "sm_100"): 24,
-    ("select narrow and finish", "sm_90"): 744,
-    ("select narrow and finish", "sm_100"): 888,
-    ("select narrow and finish", "gfx942"): 216,
-    ("select narrow and finish", "gfx950"): 216,
     # Triton 3.6 only, far below the limit of registers: a stack frame, not lack of room.
     ("fill_decode_16", "sm_90"): 40,
     ("fill_decode_16", "sm_100"): 40,
@@ -43,7 +35,7 @@ SPILLED: dict[tuple[str, str], int] = {
 """(variant, target) -> bytes a thread may spill, where it is not 0: the most of triton 3.6.0 and 3.9.0."""
 
 
-def test_a_gpu_sees_at_most_60_variants_each_with_its_own_name() -> None:
+def test_a_gpu_sees_few_variants_each_with_its_own_name() -> None:
     """A configuration may have other tiles and warps on another vendor's GPUs, under the same name."""
     for target in TARGETS:
         names = Counter(v.name for v in all_variants() if target in v.targets)
