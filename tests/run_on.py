@@ -33,6 +33,11 @@ def choose(config: pytest.Config) -> None:
         speed_up()
 
 
+def generator(seed: int) -> torch.Generator:
+    """Of the chosen device, where tensors are made by default."""
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
 def ops(deterministic: bool = False) -> KernelSet:
     """The chosen set."""
     return registry.kernel_family(KERNELS).build(deterministic=deterministic)

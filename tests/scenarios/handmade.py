@@ -17,12 +17,13 @@ from dsv4.metadata.plans import IndexStream, ScoreInputs, SelectOutput, Source
 from dsv4.pool.base import KVView
 from dsv4.pool.formats import PlainRows
 from dsv4.pool.geometry import PagedRows
+from tests import run_on
 
 POISON_INT = 2**31 - 1
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, generator=run_on.generator(seed))
 
 
 def table(rows_RD: Tensor) -> KVView:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dsv4.config import PoolConfig
+from tests import run_on
 from tests.run_on import ops
 from tests.scenarios import handmade
 from tests.scenarios.catalogue import scenario
@@ -20,7 +21,7 @@ from tests.scenarios.harness import Session, assert_same, truth
 def test_lanes_behind_the_last_token_may_hold_rows_that_look_valid(
     num_tokens: int, deterministic: bool
 ) -> None:
-    rng = torch.Generator().manual_seed(num_tokens)
+    rng = run_on.generator(num_tokens)
     view, width = handmade.table(handmade.random(300, 16)), 24
     lists = [
         torch.randint(

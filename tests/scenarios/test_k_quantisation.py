@@ -11,6 +11,7 @@ from dsv4.config import PoolConfig
 from dsv4.errors import ConfigError
 from dsv4.pool.base import Region
 from dsv4.quant import decode_fp8, dequantize_fp8, quantize_fp8
+from tests import run_on
 from tests.scenarios.catalogue import scenario
 from tests.scenarios.harness import Session, assert_same, truth
 from tests.scenarios.reference import Reference
@@ -20,7 +21,7 @@ from tests.scenarios.weights import tiny_decoder, weights_of
 @scenario("K", 41)
 @pytest.mark.parametrize("exponent", range(-20, 11))
 def test_the_error_of_a_stored_value_is_half_a_step_of_its_stored_scale(exponent: int) -> None:
-    rng = torch.Generator().manual_seed(exponent + 100)
+    rng = run_on.generator(exponent + 100)
     amax = 2.0**exponent * (1 + 0.97 * torch.rand(64, 1, generator=rng))
     x = amax * (2 * torch.rand(64, 64, generator=rng) - 1)
     x[:, 0] = amax[:, 0]

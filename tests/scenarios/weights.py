@@ -73,17 +73,20 @@ def golden_style(name: str, shape: torch.Size, rng: torch.Generator, experts: in
     """A value for a published tensor. What real checkpoints store in bf16 or less is exact in bf16."""
 
     def normal(std: float, mean: float = 0.0) -> Tensor:
-        return torch.randn(shape, generator=rng) * std + mean
+        return torch.randn(shape, generator=rng, device="cpu") * std + mean
 
     if name.endswith("tid2eid"):
-        rows = [torch.randperm(experts, generator=rng)[: shape[1]] for _ in range(shape[0])]
+        rows = [
+            torch.randperm(experts, generator=rng, device="cpu")[: shape[1]]
+            for _ in range(shape[0])
+        ]
         return torch.stack(rows)
     if name.endswith("_fn"):
         return normal(1.5 / math.sqrt(shape[-1]))
     if name.endswith("_base"):
         return normal(0.7)
     if name.endswith("_scale"):
-        return 0.6 + torch.rand(shape, generator=rng)
+        return 0.6 + torch.rand(shape, generator=rng, device="cpu")
     spread = {"gate.bias": (0.4, 0.0), "attn_sink": (1.0, 0.5), "ape": (1.0, 0.0)}
     for suffix, (std, mean) in spread.items():
         if name.endswith(suffix):
@@ -98,7 +101,7 @@ def golden_style(name: str, shape: torch.Size, rng: torch.Generator, experts: in
 
 def random_decoder(config: ModelConfig, seed: int) -> Decoder:
     """A decoder of `config` whose weights follow from the seed."""
-    decoder, rng = Decoder(config), torch.Generator().manual_seed(seed)
+    decoder, rng = Decoder(config), torch.Generator("cpu").manual_seed(seed)
     for name, target in decoder.official_tensors().items():
         value = golden_style(name, target.view.shape, rng, config.n_routed_experts)
         target.view.copy_(value)
