@@ -1,4 +1,4 @@
-"""A forward's shared tensors as views of the buffers of their names: what a fill kernel that writes buffers returns."""
+"""A forward's shared tensors as views of the buffers of their names: what every fill kernel returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 from dsv4.config import LayerKind, ModelConfig
 from dsv4.metadata.batch import BatchShape
 from dsv4.metadata.buffers import Buffers, plan_keys, rope_names, stream_keys
-from dsv4.metadata.fill_table import TAIL
 from dsv4.metadata.forward import SharedTensors
 from dsv4.metadata.plans import (
     FoldPlan,
@@ -22,14 +21,14 @@ from dsv4.metadata.plans import (
 from dsv4.pool.geometry import PoolGeometry
 
 
-def _width(key: StreamKey, shape: BatchShape) -> int:
+def stream_width(key: StreamKey, shape: BatchShape) -> int:
     """Most entries of a token in a stream."""
     visible = shape.max_entries(key.ratio)
     return min(key.topk, visible) if key.topk else visible
 
 
 class SharedViews:
-    """Names and shapes are those of the reference; nothing is computed. New objects each time, for kernels keep what
+    """Picks names and shapes; nothing is computed. New objects each time, for kernels keep what
     they derive from a stream or table with it, but the same tensors."""
 
     def __init__(self, model: ModelConfig, geometry: PoolGeometry, buffers: Buffers) -> None:
@@ -50,11 +49,11 @@ class SharedViews:
             positions_T=view("positions", tokens),
             swa_loc_T=view("swa_loc", tokens),
             store_loc_T=view("store_loc", tokens),
-            tail_loc_T=view(TAIL, tokens) if chunks else None,
+            tail_loc_T=view("tail_loc", tokens) if chunks else None,
             window_stream=self._window(shape),
             entry_streams={key: self._stream(key, shape) for key in self._stream_keys},
             select_lanes={
-                key: view(f"{key.name}.lanes", tokens, _width(key, shape))
+                key: view(f"{key.name}.lanes", tokens, stream_width(key, shape))
                 for key in self._stream_keys
                 if key.topk
             },
@@ -76,7 +75,7 @@ class SharedViews:
         )
 
     def _stream(self, key: StreamKey, shape: BatchShape) -> IndexStream:
-        view, tokens, rows = self._buffers.view, shape.num_tokens, _width(key, shape)
+        view, tokens, rows = self._buffers.view, shape.num_tokens, stream_width(key, shape)
         indptr = view(f"{key.name}.indptr", tokens + 1)
         indices = view(f"{key.name}.indices", tokens * rows)
         return IndexStream(indptr, indices, rows, final=key.topk == 0)

@@ -25,10 +25,24 @@ def layer_tensors(
 ) -> tuple[LayerTensors, ...]:
     """One LayerTensors per row of the model's layer table, drafts included."""
     derived: dict[int, dict[object, Tensor]] = {ratio: {} for ratio in shared.num_visible}
+    pooled = _pooled(pool, shared, workspace)
     return tuple(
-        _one_layer(pool, index, layer, shared, workspace, derived.get(layer.ratio, {}))
+        _one_layer(pool, index, layer, shared, workspace, pooled, derived.get(layer.ratio, {}))
         for index, layer in enumerate(pool.model.layers)
     )
+
+
+def _pooled(
+    pool: KVPool, shared: SharedTensors, workspace: Workspace
+) -> dict[tuple[int, int], Tensor]:
+    """By (ratio, width): scratch for the pooled entries of one compressor, the same for all layers."""
+    model = pool.model
+    parts = ((shared.entry_locs, model.head_dim), (shared.index_locs, model.index_head_dim))
+    return {
+        (ratio, width): workspace.pooled_rows(loc_E.shape[0], width)
+        for locs, width in parts
+        for ratio, loc_E in locs.items()
+    }
 
 
 def _one_layer(
@@ -37,6 +51,7 @@ def _one_layer(
     layer: LayerConfig,
     shared: SharedTensors,
     workspace: Workspace,
+    pooled: dict[tuple[int, int], Tensor],
     derived: dict[object, Tensor],
 ) -> LayerTensors:
     csa = layer.kind is LayerKind.CSA
@@ -50,8 +65,8 @@ def _one_layer(
         sources=sources,
         workspace=workspace,
         state_plan=shared.state_plans[PlanKey.of(layer)] if layer.ratio else None,
-        main=_main_target(pool, index, layer, shared, workspace) if layer.ratio else None,
-        index=_index_target(pool, index, layer, shared, workspace) if csa else None,
+        main=_main_target(pool, index, layer, shared, pooled) if layer.ratio else None,
+        index=_index_target(pool, index, layer, shared, pooled) if csa else None,
         score_inputs=_score_inputs(pool, layer, shared, workspace, derived) if csa else None,
         select_output=_select_output(pool, layer, shared, workspace) if csa else None,
     )
@@ -69,26 +84,34 @@ def _sources(
 
 
 def _main_target(
-    pool: KVPool, index: int, layer: LayerConfig, shared: SharedTensors, workspace: Workspace
+    pool: KVPool,
+    index: int,
+    layer: LayerConfig,
+    shared: SharedTensors,
+    pooled: dict[tuple[int, int], Tensor],
 ) -> CompressorTarget:
     folds = layer.kind is LayerKind.HCA
     return CompressorTarget(
         state_view=pool.view(index, Region.STATE),
         entry_view=pool.view(index, Region.ENTRIES),
         entry_loc_E=shared.entry_locs[layer.ratio],
-        pooled_EC=workspace.pooled_rows(shared.entry_locs[layer.ratio], pool.model.head_dim),
+        pooled_EC=pooled[layer.ratio, pool.model.head_dim],
         accumulator_view=pool.view(index, Region.ACCUMULATOR) if folds else None,
     )
 
 
 def _index_target(
-    pool: KVPool, index: int, layer: LayerConfig, shared: SharedTensors, workspace: Workspace
+    pool: KVPool,
+    index: int,
+    layer: LayerConfig,
+    shared: SharedTensors,
+    pooled: dict[tuple[int, int], Tensor],
 ) -> CompressorTarget:
     return CompressorTarget(
         state_view=pool.view(index, Region.INDEX_STATE),
         entry_view=pool.view(index, Region.INDEX),
         entry_loc_E=shared.index_locs[layer.ratio],
-        pooled_EC=workspace.pooled_rows(shared.index_locs[layer.ratio], pool.model.index_head_dim),
+        pooled_EC=pooled[layer.ratio, pool.model.index_head_dim],
     )
 
 

@@ -206,10 +206,9 @@ class Workspace:
     partials: Tensor
     """Flat fp32 scratch for split rows of attend, see `dsv4.metadata.buffers.partial_rows`."""
 
-    def pooled_rows(self, entry_loc_E: Tensor, width: int) -> Tensor:
-        """[E, width] of the scratch for pooled entries."""
-        num = entry_loc_E.shape[0]
-        return self.pooled[: num * width].view(num, width)
+    def pooled_rows(self, num_entries: int, width: int) -> Tensor:
+        """[num_entries, width] of the scratch for pooled entries."""
+        return self.pooled[: num_entries * width].view(num_entries, width)
 
     def score_tile(self, num_tokens: int, num_entries: int) -> Tensor:
         """[num_tokens, num_entries] of the score scratch."""
