@@ -43,6 +43,17 @@ TARGETS: Mapping[str, Target] = {
 }
 
 
+@frozen
+class Tiling:
+    """Tile shape of a GEMM, and how many warps and load stages run it."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
 @frozen(kw_only=True)
 class KernelVariant:
     """One configuration that a launcher can choose: what ahead-of-time compilation needs to know of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -24,6 +25,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     run_on.choose(config)
+    if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton") is not None:
+        # imported only now: triton asks the environment when it is first imported
+        from tests.kernels.quick_interpreter import speed_up
+
+        speed_up()
 
 
 # Tensors are tiny here and test processes share the cores: more threads only wait for each other.

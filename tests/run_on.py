@@ -26,11 +26,6 @@ def choose(config: pytest.Config) -> None:
     KERNELS, DEVICE = config.getoption("--kernels"), torch.device(config.getoption("--device"))
     if DEVICE.type != "cpu":
         torch.set_default_device(DEVICE)
-    elif KERNELS == "triton":
-        # imported only now: whether triton interprets is decided by the environment when it is first imported
-        from tests.kernels.quick_interpreter import speed_up
-
-        speed_up()
 
 
 def generator(seed: int) -> torch.Generator:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dsv4.kernels import grouped_triton, route_triton
 from dsv4.kernels.base import ExpertsKernel, ExpertWeights, LinearKernel
-from dsv4.kernels.grouped_triton import TILE_FIELDS, Groups, Tiling, grouped_swiglu, tiling
+from dsv4.kernels.grouped_triton import TILE_FIELDS, Groups, grouped_swiglu, tiling
 from dsv4.kernels.route_triton import choose_best, look_up
 from dsv4.kernels.tile_triton import cast, to_fp32
-from dsv4.triton_launch import KernelVariant, next_pow2
+from dsv4.triton_launch import KernelVariant, Tiling, next_pow2
 
 BLOCK_PICKS = 1024
 SORT_WARPS = 8

@@ -18,23 +18,12 @@ from torch import Tensor
 
 from dsv4.kernels.base import ExpertWeights
 from dsv4.kernels.tile_triton import cast, to_fp32
-from dsv4.triton_launch import TARGETS, KernelVariant, dot_dtype
+from dsv4.triton_launch import TARGETS, KernelVariant, Tiling, dot_dtype
 
 TILE_FIELDS = 4  # expert, first place, place behind the last, unused: one aligned load
 
 
-@frozen
-class Tiling:
-    """Tile shape of both GEMMs and how many warps and load stages run it."""
-
-    block_m: int
-    block_n: int
-    """Outputs of the second GEMM; of the first, gate and up of half as many inner channels."""
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
+# block_n: outputs of the second GEMM; of the first, gate and up of half as many inner channels.
 FEW_ROWS = Tiling(16, 64, 128, 4, 4)
 """Bound by reading weights: small tiles make many programs, deep stages keep 20 KB loads in flight."""
 SOME_ROWS = Tiling(64, 128, 64, 4, 4)

@@ -13,24 +13,11 @@ from typing import ClassVar
 import torch
 import triton
 import triton.language as tl
-from attrs import frozen
 from torch import Tensor
 
 from dsv4.kernels.base import LinearKernel
 from dsv4.kernels.tile_triton import cast, to_fp32
-from dsv4.triton_launch import KernelVariant, dot_dtype
-
-
-@frozen
-class Tiling:
-    """Tile shape, and how many warps and load stages run it."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
+from dsv4.triton_launch import KernelVariant, Tiling, dot_dtype
 
 BF16 = Tiling(64, 128, 64, 4, 3)
 """64 rows: the smallest wgmma, multiplied in the time that their weights take to arrive. Fits AMD's 64 KiB."""

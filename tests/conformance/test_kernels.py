@@ -1,11 +1,18 @@
-"""The torch kernel set keeps every promise of the op interfaces, deterministic or not."""
+"""Both kernel sets keep every promise of the op interfaces, deterministic or not.
+
+The Triton set runs on a GPU where there is one, else in the interpreter.
+"""
 
 from __future__ import annotations
 
-import pytest
+import importlib.util
 
-from dsv4.kernels.base import KernelSet
+import pytest
+import torch
+
+from dsv4.kernels.base import KernelFamily
 from dsv4.kernels.torch_set import TorchKernels
+from dsv4.kernels.triton_set import TritonKernels
 from dsv4.testing import (
     AttentionConformance,
     CompressConformance,
@@ -18,20 +25,30 @@ from dsv4.testing import (
     StoreConformance,
 )
 
+SETS: dict[str, type[KernelFamily]] = {"torch": TorchKernels, "triton": TritonKernels}
 
-@pytest.fixture(params=[False, True], ids=["fast", "deterministic"])
-def kernels(request: pytest.FixtureRequest) -> KernelSet:
-    return TorchKernels.build(deterministic=request.param)
+
+@pytest.fixture(params=SETS)
+def set_name(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    if found == "triton" and importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    return found
 
 
 class OneOp:
-    """Gives the suites the op that the class names."""
+    """Gives the suites the op that the class names, and where its set runs."""
 
     op: str
 
     @pytest.fixture
-    def kernel(self, kernels: KernelSet) -> object:
-        return getattr(kernels, self.op)
+    def device(self, set_name: str) -> torch.device:
+        native = set_name == "triton" and torch.cuda.is_available()
+        return torch.device("cuda" if native else "cpu")
+
+    @pytest.fixture(params=[False, True], ids=["fast", "deterministic"])
+    def kernel(self, set_name: str, request: pytest.FixtureRequest) -> object:
+        return getattr(SETS[set_name].build(deterministic=request.param), self.op)
 
 
 class TestNorm(OneOp, NormConformance):

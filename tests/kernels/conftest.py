@@ -7,12 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dsv4.triton_launch import interpreting
 from tests.kernels.bf16_guard import Bf16Guard, bf16_guard
-from tests.kernels.quick_interpreter import speed_up
-
-if interpreting():
-    speed_up()
 
 
 # Of the session, so that tests over drawn examples may ask for it.

@@ -21,7 +21,7 @@ def _astray_kernel(x_ptr, NUM: tl.constexpr, SHIFT: tl.constexpr, STORES: tl.con
     lane = tl.arange(0, NUM)
     x = tl.load(x_ptr + lane)
     if STORES:
-        tl.store(x_ptr + lane + SHIFT, x, mask=lane + SHIFT < 16 + SHIFT)
+        tl.store(x_ptr + lane + SHIFT, x)
     else:
         tl.store(x_ptr + lane, tl.load(x_ptr + lane + SHIFT))
 

@@ -17,10 +17,11 @@ from dsv4.kernels import experts_triton
 from dsv4.kernels.base import ExpertWeights
 from dsv4.kernels.experts_ref import TorchExperts
 from dsv4.kernels.experts_triton import TritonExperts, sort_by_expert
-from dsv4.kernels.grouped_triton import FEW_ROWS, FP32, MANY_ROWS, SOME_ROWS, Tiling
+from dsv4.kernels.grouped_triton import FEW_ROWS, FP32, MANY_ROWS, SOME_ROWS
 from dsv4.kernels.linear_ref import TiledLinear, TorchLinear
 from dsv4.testing.experts import ExpertsConformance
 from dsv4.testing.memory import same_bytes, strided
+from dsv4.triton_launch import Tiling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REFERENCE = TorchExperts(TorchLinear())

@@ -38,12 +38,7 @@ from dsv4.testing.expected import ExpectedForward
 from dsv4.testing.memory import poison_of, same_bytes
 from dsv4.testing.models import CSA, HCA, SLIDING, Layers, backend_config, pool_config, small_model
 from dsv4.testing.player import build_pool
-from dsv4.triton_launch import interpreting
-from tests.kernels.quick_interpreter import speed_up
 from tests.metadata.forwards import MAX_TOKENS, SCHEDULES, Drawn, batch_of, drawn, set_length
-
-if interpreting():
-    speed_up()
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REPOSITORY = Path(__file__).resolve().parents[2]

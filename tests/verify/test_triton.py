@@ -17,14 +17,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def _quick() -> None:
-    if not torch.cuda.is_available():
-        from tests.kernels.quick_interpreter import speed_up
-
-        speed_up()
-
-
 @pytest.mark.parametrize("pool", ["unified", "three-pool"])
 @pytest.mark.parametrize(
     ("folder", "longest", "checks"),
