@@ -233,7 +233,7 @@ class MixKernel(ABC):
 
     @abstractmethod
     def post(self, y_TD: Tensor, streams_TND: Tensor, post_TN: Tensor, comb_TNN: Tensor) -> Tensor:
-        """X'_k = post_k y + sum_j comb[j, k] X_j in fp32, one cast to the streams' dtype. May overwrite the streams."""
+        """X'_k = post_k y + sum_j comb[j, k] X_j in fp32, one cast to the streams' dtype; in a new tensor."""
 
     @abstractmethod
     def head(

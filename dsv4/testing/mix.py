@@ -114,8 +114,10 @@ class MixConformance(KernelSetup[MixKernel]):
             post_TN, comb_TNN = randn(tokens, streams), randn(tokens, streams, streams)
             scaled = post_TN.double().unsqueeze(-1) * y_TD.double().unsqueeze(1)
             exact = scaled + torch.einsum("tjk,tjd->tkd", comb_TNN.double(), streams_TND.double())
-            out = kernel.post(y_TD, streams_TND.clone(), post_TN, comb_TNN)
+            given_TND = streams_TND.clone()
+            out = kernel.post(y_TD, given_TND, post_TN, comb_TNN)
             self.close(out, exact.cpu(), scale=10)
+            assert torch.equal(given_TND, streams_TND), "the streams were overwritten"
 
     @pytest.mark.parametrize("streams", [1, 3, 4])
     def test_1_head_sums_the_streams_with_sigmoid_weights(
